@@ -1,0 +1,1 @@
+"""Attention backends: one formula, from the textbook form to the fast ones."""

@@ -1,0 +1,199 @@
+"""What a user may ask for: engine, sampling and speculation settings, all checked at the border.
+
+Knows: every public option, its default, its range, and how to refuse a bad value in one sentence that names the
+field, the value and the limit. Does not know: models, tensors, or how an option is carried out. Whatever passes
+these constructors is valid everywhere below, so the engine never checks an option twice.
+
+Taught in notebook 00 (the map).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting that minispec refuses: unknown name, wrong type, or value out of range."""
+
+
+def check_number(name: str, value: Any, low: float, high: float = math.inf, *, integer: bool = False) -> None:
+    """Raise ConfigError unless `value` is a finite number (a whole one if `integer`) with low <= value <= high."""
+    kind = "a whole number" if integer else "a number"
+    limit = f"from {low} to {high}" if high != math.inf else f">= {low}"
+    good_type = isinstance(value, int) if integer else isinstance(value, (int, float))
+    if isinstance(value, bool) or not good_type or not math.isfinite(value) or not low <= value <= high:
+        raise ConfigError(f"{name} must be {kind} {limit}, got {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raise ConfigError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the tokens of one request. Every field means the same with and without speculation.
+
+    Order of application to the logits of one position: repetition, presence and frequency penalties, logit_bias,
+    min_tokens mask, temperature, top_k, top_p, min_p. Repetition counts prompt and output tokens, the other two
+    penalties count output tokens only (as in the OpenAI API).
+
+    temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 are off. max_tokens None runs to the context limit;
+    a larger value than the context allows is cut to it. `stop` strings end the text before the match; stop tokens
+    (the model's own end-of-sequence ids unless ignore_eos, and stop_token_ids) stay in token_ids and not in text.
+    Before min_tokens output tokens neither kind of stop applies. `seed` makes the request reproducible whatever
+    it is batched with. `logprobs` = m reports the natural log-probability of each output token and of the m likeliest
+    ones, from the raw logits, before any field here is applied.
+
+    Raises ConfigError (a ValueError) that names the field, the value and the range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    max_tokens: int | None = 128
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, 0)
+        check_number("top_k", self.top_k, -1, integer=True)
+        check_number("top_p", self.top_p, 0, 1)
+        if self.top_p == 0:
+            raise ConfigError("top_p must be greater than 0 and at most 1, got 0 (for greedy use temperature=0)")
+        check_number("min_p", self.min_p, 0, 1)
+        check_number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
+        check_number("presence_penalty", self.presence_penalty, -1e6, 1e6)
+        check_number("frequency_penalty", self.frequency_penalty, -1e6, 1e6)
+        check_number("min_tokens", self.min_tokens, 0, integer=True)
+        if self.max_tokens is not None:
+            check_number("max_tokens", self.max_tokens, 1, integer=True)
+            if self.min_tokens > self.max_tokens:
+                raise ConfigError(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}")
+        if self.seed is not None:
+            check_number("seed", self.seed, 0, 2**63 - 1, integer=True)
+        check_number("n", self.n, 1, 1024, integer=True)
+        if self.logprobs is not None:
+            check_number("logprobs", self.logprobs, 0, 100, integer=True)
+        check_bool("ignore_eos", self.ignore_eos)
+        check_bool("skip_special_tokens", self.skip_special_tokens)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
+            raise ConfigError(f"stop must be a non-empty string or a list of them, got {self.stop!r}")
+        if not isinstance(self.stop_token_ids, Sequence) or isinstance(self.stop_token_ids, str):
+            raise ConfigError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
+        for token in self.stop_token_ids:
+            check_number("stop_token_ids", token, 0, integer=True)
+        if not isinstance(self.logit_bias, Mapping):
+            raise ConfigError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        for token, bias in self.logit_bias.items():
+            check_number("logit_bias key", token, 0, integer=True)
+            check_number(f"logit_bias[{token}]", bias, -1e6, 1e6)
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    @property
+    def greedy(self) -> bool:
+        """True when each token is the argmax of the processed logits."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How to speculate.
+
+    draft_model: "ngram" copies what followed the last occurrence of the request's own last tokens.
+    candidate_length: K, draft tokens asked for per request and step.
+    ngram_max, ngram_min: longest and shortest suffix looked up, in tokens; the longest match wins.
+
+    Raises ConfigError that names the field, the value and the range; unknown fields are refused by `from_any`.
+    """
+
+    draft_model: str = "ngram"
+    candidate_length: int = 4
+    ngram_max: int = 4
+    ngram_min: int = 2
+
+    def __post_init__(self) -> None:
+        check_choice("draft_model", self.draft_model, ("ngram",))
+        check_number("candidate_length", self.candidate_length, 0, 64, integer=True)
+        check_number("ngram_max", self.ngram_max, 1, 32, integer=True)
+        check_number("ngram_min", self.ngram_min, 1, self.ngram_max, integer=True)
+
+    @classmethod
+    def from_any(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:
+        """Accept a ready object, a dictionary of its fields, or None (no speculation)."""
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"speculative_config must be a dictionary or SpeculativeConfig, got {value!r}")
+        known = [f.name for f in fields(cls)]
+        for key in value:
+            if key not in known:
+                raise ConfigError(f"speculative_config has no field {key!r}; fields are {', '.join(known)}")
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and switches of one engine.
+
+    page_size: slots handed out at a time; also the grain of radix cache hits.
+    max_num_batched_tokens: most rows of one forward (decode, draft and prompt tokens together).
+    chunked_prefill_size: most prompt tokens of one request in one forward; None means max_num_batched_tokens.
+    max_num_seqs: most requests that hold slots at the same time.
+    kv_cache_tokens: slots in the pool, rounded down to whole pages; None chooses by device and model.
+    context_length: most tokens (prompt and output) of one request; None means the model's own limit.
+    enable_radix_cache: keep finished prefixes for later prompts.
+    check_every_step: verify the slot ledger after each step (tests and notebooks; costs host time).
+
+    Raises ConfigError that names the field, the value and the range.
+    """
+
+    page_size: int = 16
+    max_num_batched_tokens: int = 512
+    chunked_prefill_size: int | None = None
+    max_num_seqs: int = 16
+    kv_cache_tokens: int | None = None
+    context_length: int | None = None
+    enable_radix_cache: bool = True
+    check_every_step: bool = False
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
+            check_number(name, getattr(self, name), 1, integer=True)
+        for name in ("chunked_prefill_size", "kv_cache_tokens", "context_length"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 1, integer=True)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}: "
+                "every running request needs at least one row per step"
+            )
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
+            raise ConfigError(f"kv_cache_tokens {self.kv_cache_tokens} is less than one page of {self.page_size}")
+        check_bool("enable_radix_cache", self.enable_radix_cache)
+        check_bool("check_every_step", self.check_every_step)
+        object.__setattr__(self, "speculative_config", SpeculativeConfig.from_any(self.speculative_config))

@@ -1,0 +1,200 @@
+"""The nouns that everything else shares. Read this file first.
+
+A `Request` is one sequence on its way from prompt to text. A `Step` is one forward pass; it holds one `Row` per
+request that takes part. A prefill chunk, a decode step and a verification are all rows: they differ only in how
+many tokens they bring.
+
+    tokens     p0 p1 p2 p3 | t4 t5 t6              prompt | output, all committed
+    kv_len     ------------------^                 positions whose target K/V is valid (here 6, token 6 is pending)
+    cached_len ----^                               found in the radix tree at admission
+    tree_len   --------^                           owned by the radix tree now (locked), a whole number of pages
+    slots      one per position up to allocated    [0, tree_len) the tree's, [tree_len, allocated) the request's own
+
+Between steps: 0 <= cached_len <= kv_len < len(tokens), and kv_len == len(tokens) - 1 for a decoding request.
+
+Does not know: who schedules, stores or computes. Taught in notebook 00 (the map).
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minispec.config import SamplingParams
+from minispec.metrics import RequestMetrics
+
+if TYPE_CHECKING:
+    from minispec.kv.radix import RadixNode
+    from minispec.text import TextStream
+
+
+class Status(enum.Enum):
+    """Where a request is. WAITING holds no slots; FINISHED never changes again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class TokenKind(enum.Enum):
+    """How an output token came to be.
+
+    PLAIN: sampled without a draft at its position. ACCEPTED: drafted and kept.
+    CORRECTED: sampled in place of a rejected draft. BONUS: sampled after a draft that was kept whole.
+    """
+
+    PLAIN = "plain"
+    ACCEPTED = "accepted"
+    CORRECTED = "corrected"
+    BONUS = "bonus"
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Natural log-probability of one output token and of the likeliest ones, {token id: logprob}."""
+
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One committed output token as a stream consumer sees it; `text` is what became safe to show."""
+
+    token_id: int
+    kind: TokenKind
+    text: str
+    finish_reason: str | None
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence: what was asked, what is committed, and how far each cursor has come."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int  # key of its random numbers; params.seed or drawn once at admission
+    max_len: int  # most tokens, prompt and output together
+    eos_ids: frozenset[int] = frozenset()
+    index: int = 0  # which of the n completions of its prompt
+    text: TextStream | None = None
+    on_token: Callable[[TokenEvent], None] | None = None  # called as each token is committed
+
+    tokens: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    cached_len: int = 0
+    kv_len: int = 0
+    prefill_end: int = 0  # prefill is done when kv_len reaches this; set at each admission
+    table_row: int | None = None  # its row of the slot table while RUNNING
+    num_pages: int = 0  # pages in that row, the tree's and its own
+    tree_len: int = 0
+    node: RadixNode | None = None  # deepest tree node it has locked
+
+    kinds: list[TokenKind] = field(default_factory=list)  # one per output token
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop", "length", "abort", "error"
+    error: str | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    created: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.tokens or list(self.prompt)
+        # End tokens: the model's own unless ignored, and the caller's.
+        own = frozenset() if self.params.ignore_eos else self.eos_ids
+        self.stop_ids = own | frozenset(self.params.stop_token_ids)
+
+    @property
+    def output(self) -> list[int]:
+        """Committed output token ids."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def pending(self) -> int:
+        """Committed tokens that the target has not read yet; 1 for a decoding request."""
+        return len(self.tokens) - self.kv_len
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.kv_len < self.prefill_end
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def max_drafts(self) -> int:
+        """Most draft tokens that can still be of use: the target adds one token of its own to every step."""
+        return max(0, self.max_len - len(self.tokens) - 1)
+
+
+@dataclass
+class Row:
+    """One request's part of a forward: tokens[start : start + n] and then its drafts.
+
+    A row whose committed tokens reach the end of the request yields logits for 1 + len(drafts) positions; a prefill
+    chunk that stops earlier yields none.
+    """
+
+    request: Request
+    start: int
+    num_committed: int
+    max_drafts: int = 0  # draft tokens that have slots and budget
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def q_len(self) -> int:
+        """Tokens that this row brings to the forward."""
+        return self.num_committed + len(self.drafts)
+
+    @property
+    def kv_len(self) -> int:
+        """Positions that the last of them attends to, itself included."""
+        return self.start + self.q_len
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.request.tokens[self.start : self.start + self.num_committed] + self.drafts
+
+    @property
+    def num_logits(self) -> int:
+        """Positions of this row whose next token is wanted."""
+        return 1 + len(self.drafts) if self.start + self.num_committed == len(self.request.tokens) else 0
+
+
+@dataclass
+class Step:
+    """The rows of one forward; N = sum of q_len packed tokens."""
+
+    rows: list[Row]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.q_len for row in self.rows)
+
+    @property
+    def sampled(self) -> list[Row]:
+        """Rows that yield logits, in order."""
+        return [row for row in self.rows if row.num_logits]
+
+
+@dataclass
+class StepLayout:
+    """A step as flat int64 arrays (host memory): what a forward needs, and nothing about requests."""
+
+    q_lens: np.ndarray  # [B]
+    kv_lens: np.ndarray  # [B] history of each row, its own tokens included
+    table_rows: np.ndarray  # [B]
+    token_ids: np.ndarray  # [N]
+    positions: np.ndarray  # [N]
+    slots: np.ndarray  # [N] where the K/V of each token goes
+    logit_rows: np.ndarray  # [R] packed rows whose logits are wanted

@@ -1,0 +1,319 @@
+"""The offline front door: text or ids in, text and ids out.
+
+Knows: how to put a model, a pool, a drafter and an engine together, how to tokenise prompts and frame chats, and how
+to drive the engine until the caller's requests are done. Does not know: how any of it works.
+
+Taught in notebook 00 (the map).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from minispec.config import ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
+from minispec.core import Request, TokenEvent, TokenKind, TokenLogprob
+from minispec.device import choose_device, choose_dtype
+from minispec.engine import Engine
+from minispec.kv.pool import KVPool
+from minispec.metrics import RequestMetrics
+from minispec.models.loading import load_model
+from minispec.runner import ModelRunner
+from minispec.speculative.drafter import Drafter
+from minispec.speculative.ngram import NgramDrafter
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+DEFAULT_CACHE_TOKENS = 16384  # slots on a CPU, where the limit is patience and not memory
+CUDA_CACHE_FRACTION = 0.8  # of the device memory that is free once the weights are loaded
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion. `token_ids` holds a final stop token, `text` does not. `logprobs` is None unless asked for."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    kinds: list[TokenKind]
+    finish_reason: str
+    logprobs: list[TokenLogprob] | None
+    metrics: RequestMetrics
+    error: str | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What became of one prompt: `outputs` holds its n completions; the other properties speak of the first."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        return self.outputs[0].metrics
+
+
+class Piece(str):
+    """One streamed token: a string (often empty, while a character or a stop string is undecided) that knows more."""
+
+    token_id: int
+    kind: TokenKind
+    finish_reason: str | None
+
+    @classmethod
+    def of(cls, event: TokenEvent) -> Piece:
+        piece = cls(event.text)
+        piece.token_id, piece.kind, piece.finish_reason = event.token_id, event.kind, event.finish_reason
+        return piece
+
+
+class LLM:
+    """A model with its engine.
+
+    model: "smollm2-135m" (fetched once, then offline), a folder in Hugging Face layout, a .gguf file, or "org/name".
+    dtype: "auto", "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda", "cuda:1".
+    drafter: an object with the `Drafter` protocol instead of the one that speculative_config names.
+    options: the fields of `EngineConfig`.
+
+    Raises ConfigError for a bad option and ModelLoadError for a model that cannot be loaded; both are ValueErrors.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        drafter: Drafter | None = None,
+        **options: Any,
+    ) -> None:
+        known = [field.name for field in fields(EngineConfig)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"LLM has no option {name!r}; options are dtype, device, drafter, {', '.join(known)}")
+        self.config = EngineConfig(**options)
+        self.device = choose_device(device)
+        self.dtype, self.dtype_reason = choose_dtype(dtype, self.device)
+        loaded = load_model(model, dtype=self.dtype, device=str(self.device))
+        self.model, self.tokenizer, self.model_config = loaded.model, loaded.tokenizer, loaded.config
+        context = min(loaded.config.context_length, self.config.context_length or loaded.config.context_length)
+        num_slots = self.config.kv_cache_tokens or self._default_cache_tokens(context)
+        pool = KVPool(
+            num_slots,
+            self.config.page_size,
+            num_rows=self.config.max_num_seqs,
+            max_len=min(context, num_slots),
+            enable_radix_cache=self.config.enable_radix_cache,
+        )
+        runner = ModelRunner(self.model, pool.num_slots, dtype=self.dtype, device=self.device)
+        self.engine = Engine(
+            self.config,
+            runner,
+            pool,
+            context_length=context,
+            eos_ids=loaded.config.eos_ids,
+            tokenizer=self.tokenizer,
+            drafter=drafter or make_drafter(self.config.speculative_config),
+        )
+
+    def _default_cache_tokens(self, context: int) -> int:
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            return max(context, int(free * CUDA_CACHE_FRACTION) // self.model_config.kv_bytes_per_token(self.dtype))
+        return min(self.config.max_num_seqs * context, max(context, DEFAULT_CACHE_TOKENS))
+
+    # Generation ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one or many prompts (text, or token ids), in order. `params`: one for all, or one each.
+
+        Every prompt is checked before any runs. Raises ConfigError that names the prompt and the limit.
+        """
+        prompts = _as_list(prompts)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        return self._run([self._encode(prompt) for prompt in prompts], texts, params)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation ([{"role": ..., "content": ...}, ...]) or a list of them.
+
+        Raises ConfigError when the model has no chat template or a message is malformed.
+        """
+        many = [messages] if len(messages) and isinstance(messages[0], Mapping) else messages
+        texts = [self.render_chat(conversation) for conversation in many]
+        return self._run([self._encode(text, add_special_tokens=False) for text in texts], texts, params)
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+    ) -> Iterator[Piece]:
+        """Yield the completion of a prompt or a conversation token by token; `"".join(...)` is the whole text.
+
+        Several streams may be open at once and share forwards. Closing the iterator early aborts the request.
+        Raises ConfigError as `generate` does (at the call, not at the first piece), and when params.n > 1.
+        """
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ConfigError(f"stream yields one completion, got n={params.n}")
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            ids = self._encode(self.render_chat(prompt), add_special_tokens=False)
+        else:
+            ids = self._encode(prompt)
+        events: deque[TokenEvent] = deque()
+        [request] = self.engine.add(ids, params, on_token=events.append)
+        return self._pieces(request, events)
+
+    def _pieces(self, request: Request, events: deque[TokenEvent]) -> Iterator[Piece]:
+        try:
+            while not request.finished or events:
+                if events:
+                    yield Piece.of(events.popleft())
+                else:
+                    self.engine.step()
+            if request.error:
+                raise RuntimeError(f"{request.id}: {request.error}")
+        finally:
+            self.engine.abort(request.id)
+
+    def _run(
+        self,
+        prompts: list[list[int]],
+        texts: list[str | None],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[RequestOutput]:
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise ConfigError(f"{len(prompts)} prompts and {len(each)} sampling params; give one for all or one each")
+        for prompt in prompts:
+            self.engine.check_prompt(prompt)
+        groups: list[list[Request]] = []
+        try:
+            for prompt, its_params in zip(prompts, each, strict=True):
+                groups.append(self.engine.add(prompt, its_params))
+            while not all(request.finished for group in groups for request in group):
+                self.engine.step()
+        finally:  # an interrupt or a fault leaves nothing behind in the engine
+            for group in groups:
+                for request in group:
+                    self.engine.abort(request.id)
+        return [_output(group, text) for group, text in zip(groups, texts, strict=True)]
+
+    # Text ------------------------------------------------------------------------------------------------------
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The conversation as the model's own template writes it, ending where the answer begins."""
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError("this model has no chat template: use generate() with a prompt you framed yourself")
+        if not messages:
+            raise ConfigError("the conversation is empty: at least one message is needed")
+        for message in messages:
+            if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+                raise ConfigError(f"a message must have a role and a content, both text; got {message!r}")
+        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+
+    def _encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ConfigError("this model has no tokenizer: give token ids instead of text")
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        if not all(isinstance(token, int) for token in prompt):
+            raise ConfigError(f"a prompt must be text or a list of token ids, got {prompt!r:.80}")
+        return list(prompt)
+
+    # Care ------------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters since start, as a flat dictionary of numbers (definitions: `minispec.metrics`)."""
+        engine = self.engine.metrics
+        counts = asdict(engine) | {
+            "preemptions": self.engine.scheduler.preemptions,
+            "acceptance_rate": engine.speculation.acceptance_rate,
+            "acceptance_length": engine.speculation.acceptance_length,
+            "acceptance_by_position": engine.speculation.acceptance_by_position,
+            "forwards_saved": engine.speculation.forwards_saved,
+            "weight_bytes_read": engine.steps * self.engine.runner.weight_bytes,
+        }
+        return counts
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot has exactly one owner."""
+        self.engine.check_integrity()
+
+    def abort(self, request_id: str) -> bool:
+        """End a running request; False when there is none of that name."""
+        return self.engine.abort(request_id)
+
+    def close(self) -> None:
+        """Abort what is running and let the memory of model and pool go. Closing twice is no error."""
+        for request_id in list(self.engine.requests):
+            self.engine.abort(request_id)
+        self.model = self.engine.runner = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def make_drafter(config: SpeculativeConfig | None) -> Drafter | None:
+    """The drafter that a configuration names; None without one or with candidate_length 0."""
+    if config is None or config.candidate_length == 0:
+        return None
+    return NgramDrafter(config.ngram_max, config.ngram_min)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
+def _output(group: list[Request], text: str | None) -> RequestOutput:
+    outputs = [
+        CompletionOutput(
+            index=request.index,
+            text=request.text.text,
+            token_ids=request.output,
+            kinds=request.kinds,
+            finish_reason=request.finish_reason,
+            logprobs=None if request.params.logprobs is None else request.logprobs,
+            metrics=request.metrics,
+            error=request.error,
+        )
+        for request in group
+    ]
+    return RequestOutput(group[0].id, text, group[0].prompt, outputs)

@@ -1,0 +1,117 @@
+"""What is counted, defined once. Every figure and table of the course is made from these numbers.
+
+Definitions (K > 0 means that the step carried drafts for the request):
+- drafted: draft tokens verified. accepted: those the target kept. emitted: tokens added to the text, after any stop.
+- verify row: one request's part of one forward with K > 0. Plain steps (K = 0) do not enter the figures below.
+- acceptance rate = accepted / drafted.
+- acceptance length = emitted / verify rows, so it counts the token that the target adds (1.0 = nothing gained).
+- acceptance by position j = drafts kept at place j / drafts offered at place j; a draft after the first miss is offered
+  and not kept.
+- forwards saved = emitted - verify rows: plain decoding needs one forward per token.
+
+Does not know: who counts. Taught in notebook 09 (guess and verify).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SpeculationCounts:
+    """Counters of speculation, of one request or of the engine.
+
+    >>> counts = SpeculationCounts()
+    >>> for accepted in (3, 1, 0, 2):
+    ...     counts.record(drafted=3, accepted=accepted, emitted=accepted + 1)
+    >>> counts.drafted, counts.accepted, counts.emitted, counts.acceptance_rate, counts.acceptance_length
+    (12, 6, 10, 0.5, 2.5)
+    >>> counts.acceptance_by_position
+    [0.75, 0.5, 0.25]
+    """
+
+    verify_rows: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+
+    def record(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Count one verify row; drafted > 0."""
+        assert 0 <= accepted <= drafted and drafted > 0
+        self.verify_rows += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.emitted += emitted
+        missing = drafted - len(self.drafted_at)
+        self.drafted_at += [0] * missing
+        self.accepted_at += [0] * missing
+        for position in range(drafted):
+            self.drafted_at[position] += 1
+            self.accepted_at[position] += position < accepted
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.emitted / self.verify_rows if self.verify_rows else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        return [kept / offered for kept, offered in zip(self.accepted_at, self.drafted_at, strict=True)]
+
+    @property
+    def forwards_saved(self) -> int:
+        return self.emitted - self.verify_rows
+
+
+@dataclass
+class RequestMetrics:
+    """Counters of one request. Times are seconds since it was added."""
+
+    cached_tokens: int = 0  # prompt tokens found in the radix cache at its first admission
+    computed_tokens: int = 0  # rows of the target forward spent on it: prompt, output and rejected drafts
+    forwards: int = 0  # forwards it took part in
+    preemptions: int = 0
+    accepted_per_step: list[int] = field(default_factory=list)  # one entry per verify row
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def drafted(self) -> int:
+        return self.speculation.drafted
+
+    @property
+    def accepted(self) -> int:
+        return self.speculation.accepted
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.speculation.acceptance_rate
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.speculation.acceptance_length
+
+
+@dataclass
+class EngineMetrics:
+    """Counters of the engine since it started. Seconds are sums over steps."""
+
+    steps: int = 0
+    computed_tokens: int = 0  # packed rows over all forwards
+    prompt_tokens: int = 0  # of finished requests
+    cached_tokens: int = 0  # of them, found in the radix cache
+    output_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
+    preemptions: int = 0
+    drafter_faults: int = 0  # drafts dropped because the drafter raised or returned nonsense
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    seconds: dict[str, float] = field(default_factory=dict)  # plan, draft, forward, verify, commit
+
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds

@@ -1,0 +1,1 @@
+"""The models: configuration, arithmetic, and how weights and tokenizers get in."""

@@ -1,0 +1,167 @@
+"""From a name or a path to a model that can run: `load_model`.
+
+    "smollm2-135m"        the embedded model (embedded.py)
+    a folder              config.json and safetensors, in one file or sharded; never uses the network
+    a file ending .gguf   llama.cpp's format (gguf.py)
+    "org/name"            fetched by huggingface_hub, which keeps its own cache and honours HF_HUB_OFFLINE
+
+All four end in the same place: pairs (Hugging Face name, tensor), copied one by one into our fused parameters, so
+there is never a second whole copy in memory. Every tensor must be expected, and every expected tensor must come.
+
+Knows: files and names. Does not know: arithmetic, caches, requests. Taught in notebook 01 (one token at a time).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from minispec.models.config import ModelConfig, ModelLoadError
+from minispec.models.embedded import EMBEDDED_MODEL, fetch_embedded
+from minispec.models.gguf import GGUFFile
+from minispec.models.llama import CausalLM
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab*")
+HUB_FILES_UNUSED = ("consolidated*", "original/*")  # the same weights once more, in another layout
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer (None if the checkpoint has none: ids only) and where it came from."""
+
+    model: CausalLM
+    tokenizer: PreTrainedTokenizerBase | None
+    config: ModelConfig
+    source: str
+
+
+def load_model(
+    name_or_path: str, *, dtype: torch.dtype, device: str | torch.device = "cpu", progress: bool = True
+) -> LoadedModel:
+    """Load a model and its tokenizer; see the module's docstring for what `name_or_path` may be.
+
+    Raises ModelLoadError (a ValueError), one sentence that names what is missing, damaged or not supported.
+    """
+    path = _find(str(name_or_path), progress)
+    if path.is_file():
+        file = GGUFFile(path)
+        config, tokenizer, tensors = file.config, file.tokenizer(), file.tensors()
+    else:
+        config, tokenizer, tensors = read_config(path), read_tokenizer(path), read_tensors(path)
+    model = CausalLM(config, dtype=dtype, device=device)
+    fill(model, tqdm(tensors, desc="loading weights", unit=" tensors", delay=3, leave=False, disable=not progress))
+    return LoadedModel(model.eval(), tokenizer, config, str(path))
+
+
+def fill(model: CausalLM, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy checkpoint tensors into the model; each of `model.weight_views()` must come exactly once."""
+    missing = model.weight_views()
+    for name, tensor in tensors:
+        view = missing.pop(name, None)
+        if view is None and not _may_ignore(name, model.config):
+            raise ModelLoadError(f"unexpected tensor {name} {list(tensor.shape)}: the config leaves no place for it")
+        if view is not None and view.shape != tensor.shape:
+            shapes = f"{list(tensor.shape)} in the file, {list(view.shape)} by the config"
+            raise ModelLoadError(f"tensor {name} has contradicting shapes: {shapes}")
+        if view is not None:
+            view.copy_(tensor)
+    if missing:
+        raise ModelLoadError(f"{len(missing)} tensors are missing from the checkpoint, the first is {min(missing)}")
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Read config.json and generation_config.json (optional) of a Hugging Face folder."""
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"{folder} holds no config.json, so it is not a Hugging Face model folder")
+    generation = folder / "generation_config.json"
+    return ModelConfig.from_hf(
+        _read_json(folder / "config.json"), _read_json(generation) if generation.is_file() else {}
+    )
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """The folder's tokenizer with its chat template, None if the folder has none."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the libraries below raise many kinds, a bare Exception among them
+        raise ModelLoadError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) from all safetensors files of a folder, one tensor in memory at a time."""
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{path} is not a complete safetensors file: {error}") from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        if not (folder / "model.safetensors").is_file():
+            raise ModelLoadError(
+                f"{folder} holds no model.safetensors and no index of shards (only safetensors are read)"
+            )
+        return [folder / "model.safetensors"]
+    names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise ModelLoadError(f"shard {name} is missing from {folder}, though {index.name} lists it")
+    return [folder / name for name in names]
+
+
+def _may_ignore(name: str, config: ModelConfig) -> bool:
+    """Tensors without a place that do no harm: rotary tables, a tied head, layers past the last (MTP modules)."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    beyond = layer is not None and int(layer[1]) >= config.num_layers
+    return beyond or name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
+
+
+def _find(name: str, progress: bool) -> Path:
+    """The folder or .gguf file behind a name, fetched if it must be."""
+    path = Path(name).expanduser()
+    if name == EMBEDDED_MODEL:
+        return fetch_embedded(progress=progress)
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.is_file():
+        raise ModelLoadError(f"{name} is a file but not .gguf; give a .gguf file or the folder that holds config.json")
+    if path.suffix != ".gguf" and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+        return _from_hub(name)
+    known = f"{EMBEDDED_MODEL!r} (embedded), a folder, a .gguf file, or 'org/name' on the Hugging Face hub"
+    raise ModelLoadError(f"no model {name!r}: no such file or folder; known are {known}")
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_FILES_UNUSED))
+    except Exception as error:  # hub, network and file errors share no base class
+        reason = str(error).strip().split("\n")[0]
+        raise ModelLoadError(f"cannot fetch {name!r} from the Hugging Face hub: {reason}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content

@@ -1,0 +1,1 @@
+"""From logits to tokens: random numbers, the target distribution, and the accept or reject decision."""

@@ -1,0 +1,109 @@
+"""From the logits of a step to the tokens of each row: the one place where sampling and verification meet.
+
+A row with n drafts has 1 + n logits rows. Position j's target distribution is what the ordinary sampler would use
+there, with the row's first j drafts appended to the history; plain decoding is the case n = 0. So no sampling
+parameter can mean something else under speculation.
+
+Knows: how to line up requests, histories, random numbers and logits rows. Does not know: how drafts were made, what
+happens to the tokens afterwards. Taught in notebook 11 (lossless).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from minispec.core import Row, TokenLogprob
+from minispec.sampling.distribution import (
+    LogitRow,
+    bad_rows,
+    needs_processing,
+    probabilities,
+    process_logits,
+    token_logprobs,
+)
+from minispec.sampling.rejection import verify, verify_greedy
+from minispec.sampling.rng import Purpose, uniforms
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one row brought: `accepted` drafts kept, then one token of the target's own.
+
+    `failed` means that the logits were not finite; no token can be had and the request must end with an error.
+    """
+
+    accepted: int
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    failed: bool = False
+
+
+@torch.inference_mode()
+def choose_tokens(logits: torch.Tensor, rows: Sequence[Row], q: torch.Tensor | None = None) -> list[Outcome]:
+    """Sample and verify all rows of a step at once.
+
+    logits: [R, V] float32, the rows' positions in order (1 + number of drafts each). q: [R, V] the distributions that
+    the drafts were drawn from, aligned with logits, or None when every draft was chosen deterministically.
+    """
+    device = logits.device
+    num_drafts = np.array([len(row.drafts) for row in rows])
+    row_start = np.cumsum(num_drafts + 1) - (num_drafts + 1)  # [B] first logits row of each request
+    drafts = torch.tensor([t for row in rows for t in (*row.drafts, -1)], device=device)  # [R]; -1: bonus row
+    starts, counts = torch.as_tensor(row_start, device=device), torch.as_tensor(num_drafts, device=device)
+
+    processed = process_logits(logits, _histories(rows))
+    if all(row.request.params.greedy for row in rows):
+        verdict = verify_greedy(processed.argmax(dim=-1), drafts, starts, counts)
+    else:
+        p = probabilities(processed, [row.request.params for row in rows for _ in range(row.num_logits)])  # [R, V]
+        u_accept, u_sample = (torch.as_tensor(_uniforms(rows, purpose), device=device) for purpose in _VERIFY_PURPOSES)
+        verdict = verify(p, q, drafts, starts, counts, u_accept, u_sample)
+
+    bad = bad_rows(logits)
+    accepted, next_ids, bad = verdict.accepted.tolist(), verdict.next_ids.tolist(), bad.tolist()
+    outcomes = []
+    for b, row in enumerate(rows):
+        tokens = [*row.drafts[: accepted[b]], next_ids[b]]
+        failed = any(bad[row_start[b] : row_start[b] + len(tokens)])
+        outcomes.append(Outcome(accepted[b], tokens, _logprobs(logits, row, row_start[b], tokens), failed))
+    return outcomes
+
+
+_VERIFY_PURPOSES = (Purpose.ACCEPT, Purpose.SAMPLE)
+
+
+def _histories(rows: Sequence[Row]) -> list[LogitRow | None]:
+    """One entry per logits row; None where the parameters leave the logits alone."""
+    histories: list[LogitRow | None] = []
+    for row in rows:
+        request = row.request
+        if not needs_processing(request.params):
+            histories += [None] * row.num_logits
+            continue
+        for j in range(row.num_logits):
+            output = request.output + row.drafts[:j]
+            histories.append(LogitRow(request.params, request.prompt, output, request.stop_ids))
+    return histories
+
+
+def _uniforms(rows: Sequence[Row], purpose: Purpose) -> np.ndarray:
+    """[R] random numbers, keyed by the request's seed and the position of the token being chosen."""
+    seeds = np.array([row.request.seed for row in rows for _ in range(row.num_logits)], dtype=np.uint64)
+    positions = np.array([len(row.request.tokens) + j for row in rows for j in range(row.num_logits)])
+    return uniforms(seeds, positions, purpose)
+
+
+def _logprobs(logits: torch.Tensor, row: Row, start: int, tokens: list[int]) -> list[TokenLogprob]:
+    top = row.request.params.logprobs
+    if top is None:
+        return []
+    ids = torch.tensor(tokens, device=logits.device)
+    chosen, top_ids, top_values = token_logprobs(logits[start : start + len(tokens)], ids, top)
+    return [
+        TokenLogprob(value, dict(zip(ids_at, values_at, strict=True)))
+        for value, ids_at, values_at in zip(chosen.tolist(), top_ids.tolist(), top_values.tolist(), strict=True)
+    ]

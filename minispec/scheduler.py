@@ -1,0 +1,154 @@
+"""Who takes part in the next forward, and with how many tokens.
+
+Continuous batching (Orca, Yu et al. 2022, section 3.1): requests join and leave between any two forwards. Chunked
+prefill (Sarathi, Agrawal et al. 2023): a prompt is read in pieces that share a forward with decoding requests, so a
+long prompt never stops the others. One budget of tokens per forward is given out in this order:
+
+1. every decoding request gets one row; when slots run out, the request admitted last is preempted: it gives its
+   slots back, waits at the head of the queue, and is computed again later (most of it comes from the radix cache);
+2. draft tokens for the decoding requests, oldest first, from slots that are free anyway;
+3. prompt chunks of admitted requests, oldest first;
+4. admission, first come first served, when the whole prompt fits.
+
+No request can wait for ever: the oldest running one is never preempted for another, a request always fits alone (its
+length is limited to the pool), and while a prompt is being read, drafts leave a quarter of the budget to it.
+
+Knows: requests, budgets, slots. Does not know: models, tensors, tokens' meaning, time.
+Taught in notebooks 04 (continuous batching) and 05 (chunked prefill).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from minispec.config import EngineConfig
+from minispec.core import Request, Row, Status, Step
+from minispec.kv.pool import KVPool, pages_for
+
+
+class Scheduler:
+    """Owns the queue and the set of running requests (in order of admission)."""
+
+    def __init__(self, config: EngineConfig, pool: KVPool) -> None:
+        self.config, self.pool = config, pool
+        self.chunk_size = config.chunked_prefill_size or config.max_num_batched_tokens
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.preemptions = 0
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def remove(self, request: Request, *, keep: bool) -> None:
+        """Take a request out wherever it is; `keep` leaves its computed prefix in the radix cache."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self.pool.release(request, keep=keep)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
+
+    def plan(self, candidate_length: int) -> Step:
+        """Choose the rows of the next forward and reserve their slots. An empty step means nothing can run.
+
+        `Row.max_drafts` of a decoding row says how many draft tokens (0 to `candidate_length`) it has slots and budget for.
+        """
+        # 1) One row for everyone who decodes.
+        rows = []
+        for request in list(self.running):
+            decoding = request.status is Status.RUNNING and not request.in_prefill
+            if decoding and self._make_room(request):
+                rows.append(Row(request, request.kv_len, 1))
+        budget = self.config.max_num_batched_tokens - len(rows)
+        # 2) Drafts.
+        prefilling = [request for request in self.running if request.in_prefill]
+        draft_budget = budget - (self.config.max_num_batched_tokens // 4 if prefilling or self.waiting else 0)
+        for row in rows:
+            row.max_drafts = self._draft_slots(row.request, min(candidate_length, draft_budget))
+            draft_budget -= row.max_drafts
+            budget -= row.max_drafts
+        # 3) Prompt chunks of requests that hold slots already.
+        for request in prefilling:
+            budget -= self._add_chunk(rows, request, budget)
+        # 4) New requests.
+        while budget > 0 and self.waiting and len(self.running) < self.config.max_num_seqs:
+            request = self.waiting[0]
+            if self._better_later(request) or not self._admit(request):
+                break
+            self.waiting.popleft()
+            budget -= self._add_chunk(rows, request, budget)
+        return Step(rows)
+
+    def _add_chunk(self, rows: list[Row], request: Request, budget: int) -> int:
+        size = min(request.prefill_end - request.kv_len, self.chunk_size, budget)
+        if size > 0:
+            rows.append(Row(request, request.kv_len, size))
+        return max(size, 0)
+
+    def _draft_slots(self, request: Request, wanted: int) -> int:
+        """Reserve up to `wanted` draft slots; drafts never preempt anyone, so it may be fewer."""
+        wanted = max(0, min(wanted, request.max_drafts))
+        if wanted and not self.pool.reserve(request, len(request.tokens) + wanted):
+            wanted = min(wanted, request.num_pages * self.pool.page_size - len(request.tokens))
+        return wanted
+
+    def _make_room(self, request: Request) -> bool:
+        """Reserve the slot of the pending token, preempting the youngest until it fits; False if that is `request`."""
+        while not self.pool.reserve(request, len(request.tokens)):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Give its slots back and put it at the head of the queue. What it has computed stays cached until evicted."""
+        self.running.remove(request)
+        self.pool.release(request, keep=True)
+        request.status = Status.WAITING
+        request.metrics.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _admit(self, request: Request) -> bool:
+        """Move a request from the queue to the running ones if the slots of all its tokens can be had."""
+        cached = self.pool.admit(request)
+        # One page of headroom for each running request, else the newcomer would be preempted in the next steps.
+        needed = pages_for(len(request.tokens), self.pool.page_size) - request.num_pages
+        if not self.pool.available(needed + len(self.running)) or not self.pool.reserve(request, len(request.tokens)):
+            self.pool.release(request, keep=False)
+            return False
+        if request.metrics.forwards == 0:  # a preempted request keeps the figure of its first admission
+            request.metrics.cached_tokens = cached
+        request.cached_len = cached
+        request.prefill_end = len(request.tokens)
+        request.status = Status.RUNNING
+        self.running.append(request)
+        return True
+
+    def _better_later(self, request: Request) -> bool:
+        """True when most of what this request must compute is being computed right now by a running one.
+
+        It waits for the other's prefill to end, then takes the prefix from the radix cache: n completions of one
+        prompt, or a burst of prompts with one long system prompt, compute the common part once.
+        """
+        if not self.config.enable_radix_cache:
+            return False
+        tokens = np.array(request.tokens[:-1])
+        cached = None
+        for other in self.running:
+            if other.in_prefill:
+                shared = _common_prefix(tokens, np.array(other.tokens[: other.prefill_end]))
+                shared -= shared % self.pool.page_size
+                cached = self.pool.tree.match(request.tokens[:-1]).length if cached is None else cached
+                if shared - cached > (len(request.tokens) - cached) / 2:
+                    return True
+        return False
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n

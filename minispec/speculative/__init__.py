@@ -1,0 +1,1 @@
+"""Guessing ahead: drafters propose tokens that one forward of the target then judges."""

@@ -1,0 +1,44 @@
+"""What a drafter is: something that guesses the next tokens of each request.
+
+Knows: the shape of a proposal. Does not know: how guesses are made, or how they are judged; a bad guess costs
+time and never changes the result, so a drafter needs no other promise than an honest q.
+
+Taught in notebook 09 (guess and verify).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from minispec.core import Request
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens of one step.
+
+    tokens: one list per request, at most as long as asked; an empty one means no idea, decode as usual.
+    q: None when every draft was chosen without chance (copied, or an argmax). Else float32 [R, V] on the target's
+    device, with R = sum of len(tokens[b]) + 1: for each draft the distribution that it was really drawn from, and
+    after the last draft of each request one row that is ignored. These are the rows of `verify`.
+    """
+
+    tokens: list[list[int]]
+    q: Tensor | None = None
+
+
+class Drafter(Protocol):
+    """Anything that can propose; it may keep state per request."""
+
+    name: str
+
+    def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
+        """Guess up to candidate_lengths[b] tokens after the committed tokens of requests[b]. Changes no request."""
+
+    def release(self, request: Request) -> None:
+        """Forget what is kept for this request: it ended or lost its slots. Does nothing if nothing is kept."""

@@ -1,0 +1,249 @@
+"""Who runs when: budgets, chunks, admission, preemption, sharing, abort. All on the tag model, all counted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tools import GREEDY, assert_idle, finish, markov, run, scripted, tag_engine, tag_greedy
+
+from minispec import SamplingParams
+from minispec.config import ConfigError
+from minispec.core import Status
+from minispec.speculative.ngram import NgramDrafter
+
+
+def greedy(n: int, **more) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=n, **more)
+
+
+def test_no_forward_exceeds_the_token_budget_and_decoding_rows_come_first():
+    engine = tag_engine(max_num_batched_tokens=16, max_num_seqs=8, drafter=scripted(markov()))
+    run(engine, [[i] * 20 for i in range(8)], greedy(10))
+    for step in engine.runner.steps:
+        assert sum(committed + drafts for _, _, committed, drafts in step) <= 16
+        is_decode = [committed == 1 and start >= 20 for _, start, committed, _ in step]
+        assert is_decode == sorted(is_decode, reverse=True)
+
+
+def test_a_long_prompt_never_stops_the_others():
+    engine = tag_engine(max_num_batched_tokens=8, chunked_prefill_size=6, max_num_seqs=4)
+    [short] = engine.add([1, 2], greedy(30))
+    engine.step()
+    engine.add([3] * 60, greedy(2))
+    while not short.finished:
+        before = short.num_output
+        engine.step()
+        assert short.num_output == before + 1
+    finish(engine)
+
+
+def test_a_prompt_advances_although_drafts_could_use_the_whole_budget():
+    engine = tag_engine(max_num_batched_tokens=8, max_num_seqs=4, drafter=scripted(markov()), candidate_length=8)
+    running = [r for prompt in ([1], [2], [3]) for r in engine.add(prompt, greedy(60))]
+    for _ in range(3):
+        engine.step()
+    [late] = engine.add([4] * 9, greedy(1))
+    for _ in range(9):
+        engine.step()
+    assert late.finished and not all(r.finished for r in running)
+
+
+def test_last_chunk_of_one_token():
+    logits_of = markov()
+    engine = tag_engine(logits_of, chunked_prefill_size=4)
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    [request] = run(engine, [prompt])
+    assert [committed for step in engine.runner.steps[:3] for _, _, committed, _ in step] == [4, 4, 1]
+    assert request.output == tag_greedy(logits_of, prompt, 16)
+
+
+def test_a_waiting_request_starts_as_soon_as_one_leaves():
+    for radix in (True, False):
+        engine = tag_engine(max_num_seqs=2, chunked_prefill_size=4, enable_radix_cache=radix)
+        requests = [r for p, n in (([1] * 18, 4), ([2], 3), ([3], 3)) for r in engine.add(p, greedy(n))]
+        while not requests[1].finished:
+            assert requests[2].status is Status.WAITING
+            engine.step()
+        engine.step()
+        assert requests[2].num_output == 1
+        finish(engine, limit=20)
+
+
+def test_pages_held_are_those_written():
+    for length in (3, 4, 5):
+        engine = tag_engine(page_size=4)
+        [request] = engine.add(list(range(length)), greedy(6))
+        while engine.has_work:
+            engine.step()
+            if not request.finished:
+                assert request.num_pages == -(-max(request.kv_len, 1) // 4)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("drafter", [None, "scripted", "ngram"])
+def test_preemption_changes_nothing_but_time(page_size, drafter):
+    logits_of = markov()
+    made = {None: None, "scripted": scripted(logits_of, script=[1, 3, 0]), "ngram": NgramDrafter(3, 1)}[drafter]
+    engine = tag_engine(logits_of, slots=64, page_size=page_size, max_num_seqs=6, drafter=made, context_length=64)
+    prompts = [[i, i + 1, i + 2] for i in range(6)]
+    requests = run(engine, prompts, greedy(28))
+    assert engine.scheduler.preemptions > 0
+    assert [r.output for r in requests] == [tag_greedy(logits_of, p, 28) for p in prompts]
+    assert_idle(engine)
+
+
+def test_after_a_preemption_the_first_step_emits_one_token_and_no_draft_is_left():
+    logits_of = markov()
+    engine = tag_engine(logits_of, slots=48, page_size=4, max_num_seqs=3, drafter=scripted(logits_of))
+    requests = [r for p in ([1], [2], [3]) for r in engine.add(p, greedy(40))]
+    seen = 0
+    while engine.has_work:
+        before = {r: (r.metrics.preemptions, r.num_output, r.in_prefill or r.status is Status.WAITING) for r in requests}
+        engine.step()
+        for r in requests:
+            preempted, outputs, recomputing = before[r]
+            if recomputing and preempted and r.num_output > outputs:
+                assert r.num_output == outputs + 1
+                seen += 1
+    assert seen > 0
+
+
+def test_cached_tokens_are_those_of_the_first_admission():
+    engine = tag_engine(slots=64, page_size=4, max_num_seqs=6, chunked_prefill_size=4, context_length=64)
+    requests = run(engine, [[i, i + 1, i + 2, i + 3, i + 4] for i in range(6)], greedy(20))
+    assert engine.scheduler.preemptions > 0
+    assert all(r.metrics.cached_tokens == 0 for r in requests)
+    [again] = run(engine, [requests[0].prompt], greedy(2))
+    assert again.metrics.cached_tokens in (0, 4)
+
+
+def test_a_prompt_that_is_fully_cached_computes_one_token_at_least():
+    for n in (1, 3, 4, 5, 8):
+        engine = tag_engine(page_size=4)
+        first, second = (run(engine, [list(range(n))], greedy(3))[0] for _ in range(2))
+        assert second.output == first.output
+        assert second.metrics.cached_tokens == (n - 1) // 4 * 4
+        assert second.metrics.computed_tokens >= 3
+
+
+def test_what_a_finished_request_wrote_is_what_the_next_one_finds():
+    forced = {4: [0, 1, 2, 3], 5: [0, 1, 2, 3, 4]}
+
+    def logits_of(tokens):
+        return [float(t == len(tokens)) for t in range(12)]
+
+    assert [logits_of(v).index(1.0) for v in forced.values()] == [4, 5]
+    engine = tag_engine(logits_of, page_size=1)
+    [first] = run(engine, [[0, 1, 2, 3]], greedy(2))
+    assert first.output == [4, 5]
+    [second] = run(engine, [[0, 1, 2, 3, 4, 5, 6]], greedy(1))
+    assert second.metrics.cached_tokens == 5
+
+
+def test_same_prompts_at_once_and_later_share_one_copy():
+    logits_of = markov()
+    engine = tag_engine(logits_of, page_size=4, max_num_seqs=8)
+    prompt = list(range(12)) + list(range(9))
+    for _ in range(2):
+        requests = run(engine, [prompt] * 4, greedy(5))
+        assert all(r.output == tag_greedy(logits_of, prompt, 5) for r in requests)
+    ledger = engine.pool.check_integrity([])
+    assert ledger.cached == (len(prompt) + 4) // 4  # prompt and the four outputs that were read, whole pages, once
+
+
+def test_a_burst_with_one_long_prefix_computes_it_once():
+    engine = tag_engine(page_size=4, max_num_seqs=8, chunked_prefill_size=16)
+    shared = [i % 12 for i in range(64)]
+    run(engine, [[*shared, i] for i in range(6)], greedy(1))
+    assert engine.metrics.computed_tokens == 65 + 5 * 1
+
+
+def test_completions_of_one_prompt_compute_it_once_and_differ():
+    engine = tag_engine(page_size=4, max_num_seqs=8)
+    params = SamplingParams(n=4, seed=7, max_tokens=12)
+    prompt = [i % 12 for i in range(41)]
+    first, second = run(engine, [prompt], params), run(engine, [prompt], params)
+    assert [r.index for r in first] == [0, 1, 2, 3]
+    assert len({tuple(r.output) for r in first}) > 1
+    assert [r.output for r in first] == [r.output for r in second]
+    assert sum(r.metrics.cached_tokens for r in first) == 3 * 40
+    assert [r.output for r in run(engine, [prompt], SamplingParams(n=1, seed=7, max_tokens=12))] == [first[0].output]
+
+
+def test_a_request_larger_than_the_pool_is_refused_and_others_go_on():
+    engine = tag_engine(slots=32, page_size=4, context_length=64)
+    [good] = engine.add([1, 2, 3], GREEDY)
+    with pytest.raises(ConfigError, match="40 tokens.*limit is 32"):
+        engine.add([1] * 40, GREEDY)
+    [long] = engine.add([2] * 20, greedy(40))
+    finish(engine, limit=200)
+    assert good.finish_reason == "length" and good.num_output == 16
+    assert long.finish_reason == "length" and len(long.tokens) == 32
+    assert_idle(engine)
+
+
+def test_abort_at_any_moment_leaves_nothing():
+    logits_of = markov()
+    for moment in range(8):
+        engine = tag_engine(logits_of, max_num_seqs=2, chunked_prefill_size=4, drafter=scripted(logits_of))
+        victim, other, queued = (r for p in ([1] * 14, [2] * 3, [3]) for r in engine.add(p, greedy(12)))
+        for _ in range(moment):
+            engine.step()
+        for request in (victim, queued):
+            was_running = request.id in engine.requests
+            assert engine.abort(request.id) == was_running
+            assert not engine.abort(request.id)
+            assert request.finish_reason == ("abort" if was_running else "length")
+        finish(engine)
+        assert other.output == tag_greedy(logits_of, [2] * 3, 12)
+        assert_idle(engine)
+    assert not engine.abort("never heard of")
+
+
+def test_one_id_cannot_run_twice_at_once():
+    engine = tag_engine()
+    engine.add([1], GREEDY, request_id="mine")
+    with pytest.raises(ConfigError, match="'mine' is already running"):
+        engine.add([2], GREEDY, request_id="mine")
+    finish(engine)
+    engine.add([2], GREEDY, request_id="mine")
+    finish(engine)
+
+
+@pytest.mark.parametrize("page_size,radix", [(1, True), (4, True), (16, False)])
+def test_a_thousand_random_requests_through_a_pool_far_too_small(page_size, radix):
+    """Preemption, eviction, aborts and speculation at once: every id is right and nothing leaks."""
+    rng = random.Random(page_size)
+    logits_of = markov(vocab_size=12)
+    engine = tag_engine(
+        logits_of,
+        slots=96,
+        page_size=page_size,
+        context_length=80,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        chunked_prefill_size=9,
+        enable_radix_cache=radix,
+        drafter=scripted(logits_of, script=[0, 4, 1, 2]),
+    )
+    stems = [[rng.randrange(12) for _ in range(24)] for _ in range(5)]
+    requests, aborted = [], set()
+    while len(requests) < 1000 or engine.has_work:
+        while len(requests) < 1000 and len(engine.scheduler.waiting) < 6:
+            prompt = rng.choice(stems)[: rng.randrange(25)] + [rng.randrange(12) for _ in range(rng.randint(1, 12))]
+            requests += engine.add(prompt, greedy(rng.randint(1, 30)))
+        engine.step()
+        if engine.requests and rng.random() < 0.03:
+            victim = rng.choice(list(engine.requests))
+            engine.abort(victim)
+            aborted.add(victim)
+    assert engine.scheduler.preemptions > 20 and len(aborted) > 10
+    assert (engine.metrics.cached_tokens > 1000) == radix
+    for request in requests:
+        expected = tag_greedy(logits_of, request.prompt, request.params.max_tokens)
+        if request.id in aborted:
+            assert request.output == expected[: request.num_output] and request.finish_reason == "abort"
+        else:
+            assert request.output == expected and request.finish_reason == "length"
+    assert_idle(engine)

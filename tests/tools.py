@@ -1,0 +1,207 @@
+"""The four tools that most tests need: a naive reference, a tag model, scripted drafters, and the ledger check.
+
+The tag model is a target without arithmetic. Its "K/V" of a slot is the fingerprint of the token prefix that ends
+there; a forward recomputes the fingerprint of every position that a row attends to and compares. A wrong slot, a
+stale slot, a missing rollback, or a prefix hit on other tokens fails at once, at the place where it happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from minispec.attention.naive import CausalAttention
+from minispec.config import EngineConfig, SamplingParams
+from minispec.core import Request, Step
+from minispec.engine import Engine
+from minispec.kv.pool import KVPool
+from minispec.speculative.drafter import Proposal
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+TIE = 1e-4  # a reference argmax whose margin is below this decides nothing
+
+
+# The naive reference ---------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def reference_logits(model, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits [N, V] of a full recompute: no cache, no batch."""
+    ids = torch.tensor(list(tokens))
+    return model.logits(model.forward(ids, torch.arange(len(ids)), CausalAttention()))
+
+
+def reference_greedy(model, prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int] = ()):
+    """Greedy ids of a full recompute for each token, and the smallest argmax margin met on the way."""
+    tokens, margin = list(prompt), float("inf")
+    for _ in range(max_tokens):
+        first, second = reference_logits(model, tokens)[-1].topk(2).values.tolist()
+        margin = min(margin, first - second)
+        tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :], margin
+
+
+def assert_same_ids(got: list[int], expected: list[int], margin: float) -> None:
+    """Equal ids, unless the reference itself was a near tie somewhere."""
+    assert got == expected or margin < TIE, f"{got} is not {expected} (smallest margin {margin:.2e})"
+
+
+# The tag model -----------------------------------------------------------------------------------------------------
+
+LogitsOf = Callable[[Sequence[int]], Sequence[float]]
+
+
+def fingerprints(tokens: Sequence[int]) -> list[int]:
+    """One 61-bit number per position, of all tokens up to it."""
+    return list(itertools.accumulate(tokens, lambda h, t: (h * 1_000_003 + t + 1) % (2**61 - 1), initial=7))[1:]
+
+
+def markov(vocab_size: int = 12, order: int = 2, seed: int = 0) -> LogitsOf:
+    """Logits that depend on the last `order` tokens: text that repeats itself, as real text does."""
+
+    def logits_of(tokens: Sequence[int]) -> np.ndarray:
+        key = [seed, *(t + 1 for t in tokens[-order:])]
+        return np.random.default_rng(key).normal(size=vocab_size) * 2
+
+    cache: dict[tuple[int, ...], np.ndarray] = {}
+
+    def cached(tokens: Sequence[int]) -> np.ndarray:
+        key = tuple(tokens[-order:])
+        if key not in cache:
+            cache[key] = logits_of(tokens)
+        return cache[key]
+
+    return cached
+
+
+class TagRunner:
+    """A runner whose logits are a function of the token prefix and whose slots carry fingerprints."""
+
+    weight_bytes = 1
+
+    def __init__(self, num_slots: int, vocab_size: int, logits_of: LogitsOf) -> None:
+        self.vocab_size, self.logits_of = vocab_size, logits_of
+        self.tags = np.full(num_slots, -1, dtype=np.int64)
+        self.steps: list[list[tuple[str, int, int, int]]] = []  # per forward: (request, start, committed, drafts)
+
+    def forward(self, step: Step, table: np.ndarray) -> torch.Tensor:
+        self.steps.append([(r.request.id, r.start, r.num_committed, len(r.drafts)) for r in step.rows])
+        sequences = [row.request.tokens[: row.start] + row.token_ids for row in step.rows]
+        expected = [np.array(fingerprints(tokens)) for tokens in sequences]
+        slots = [table[row.request.table_row, : row.kv_len] for row in step.rows]
+        for row, tags, places in zip(step.rows, expected, slots, strict=True):  # all writes come before all reads
+            self.tags[places[row.start :]] = tags[row.start :]
+        logits = []
+        for row, tokens, tags, places in zip(step.rows, sequences, expected, slots, strict=True):
+            wrong = np.flatnonzero(self.tags[places] != tags)
+            assert not len(wrong), f"{row.request.id} at {row.start}: foreign or stale K/V at positions {wrong[:5]}"
+            for end in range(len(tokens) - row.num_logits + 1, len(tokens) + 1) if row.num_logits else ():
+                logits.append(np.asarray(self.logits_of(tokens[:end]), dtype=np.float32))
+        return torch.from_numpy(np.stack(logits)) if logits else torch.empty(0, self.vocab_size)
+
+
+def tag_greedy(logits_of: LogitsOf, prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int] = ()) -> list[int]:
+    """What greedy decoding of a tag model must give."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(int(np.argmax(logits_of(tokens))))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+def tag_engine(
+    logits_of: LogitsOf | None = None,
+    *,
+    vocab_size: int = 12,
+    slots: int = 512,
+    context_length: int = 128,
+    eos_ids: Sequence[int] = (),
+    drafter=None,
+    candidate_length: int = 4,
+    tokenizer=None,
+    **config,
+) -> Engine:
+    """An engine over the tag model; the ledger is checked after every step."""
+    config.setdefault("page_size", 4)
+    if drafter is not None:
+        config["speculative_config"] = {"candidate_length": candidate_length}
+    config = EngineConfig(check_every_step=True, kv_cache_tokens=slots, **config)
+    pool = KVPool(
+        slots,
+        config.page_size,
+        num_rows=config.max_num_seqs,
+        max_len=min(context_length, slots),
+        enable_radix_cache=config.enable_radix_cache,
+    )
+    runner = TagRunner(pool.num_slots, vocab_size, logits_of or markov(vocab_size))
+    return Engine(
+        config, runner, pool, context_length=context_length, eos_ids=eos_ids, drafter=drafter, tokenizer=tokenizer
+    )
+
+
+def run(engine: Engine, prompts: Sequence[Sequence[int]], params=GREEDY, limit: int = 10_000) -> list[Request]:
+    """Run prompts to their end (with a bound on the steps) and return their requests, completions flattened."""
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    requests = [r for prompt, p in zip(prompts, each, strict=True) for r in engine.add(prompt, p)]
+    finish(engine, limit)
+    return requests
+
+
+def finish(engine: Engine, limit: int = 10_000) -> None:
+    """Step until nothing is queued; more than `limit` steps is a hang."""
+    for _ in range(limit):
+        if not engine.has_work:
+            return
+        engine.step()
+    raise AssertionError(f"still running after {limit} steps: {list(engine.requests)[:5]}")
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing is held by anybody: every page is free or evictable."""
+    ledger = engine.pool.check_integrity([])
+    assert ledger.locked == ledger.private == 0 and not engine.scheduler.running and not engine.scheduler.waiting
+
+
+# Scripted drafters -------------------------------------------------------------------------------------------------
+
+
+class ScriptedDrafter:
+    """Drafts that are right for a chosen number of positions and then wrong.
+
+    `next_token(tokens)` is the target's greedy choice. `script`: how many drafts are right, step by step (per request,
+    repeated for ever); None: always right.
+    """
+
+    name = "scripted"
+
+    def __init__(self, next_token: Callable[[Sequence[int]], int], vocab_size: int, script=None) -> None:
+        self.next_token, self.vocab_size, self.script = next_token, vocab_size, script
+        self.calls: dict[Request, int] = {}
+        self.released: list[str] = []
+
+    def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
+        return Proposal([self._draft(r, k) for r, k in zip(requests, candidate_lengths, strict=True)])
+
+    def _draft(self, request: Request, k: int) -> list[int]:
+        call = self.calls.get(request, 0)
+        self.calls[request] = call + 1
+        right = k if self.script is None else self.script[call % len(self.script)]
+        draft: list[int] = []
+        for place in range(k):
+            token = self.next_token(request.tokens + draft)
+            draft.append(token if place < right else (token + 1) % self.vocab_size)
+        return draft
+
+    def release(self, request: Request) -> None:
+        self.released.append(request.id)
+
+
+def scripted(logits_of: LogitsOf, vocab_size: int = 12, script=None) -> ScriptedDrafter:
+    """A scripted drafter for a tag model."""
+    return ScriptedDrafter(lambda tokens: int(np.argmax(logits_of(tokens))), vocab_size, script)
