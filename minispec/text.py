@@ -87,9 +87,7 @@ class Detokenizer:
         return self._tokenizer.convert_ids_to_tokens(token_id) or ""  # ids beyond the vocabulary have no text
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
-        )
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False)
 
 
 class TextStream:

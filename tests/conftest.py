@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from minispec.models.config import ModelLoadError
 from minispec.models.embedded import fetch_embedded
 

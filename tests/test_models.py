@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_checkpoints import ROPE, SIZES, VARIANTS, VOCAB, write_tiny_checkpoint
+from transformers import AutoModelForCausalLM
+
 from minispec.attention.naive import CausalAttention
 from minispec.models.config import ModelConfig, ModelLoadError, RopeConfig
 from minispec.models.llama import CausalLM
 from minispec.models.loading import load_model
 from minispec.models.rope import rotary_frequencies, rotary_tables, rotate
-from tiny_checkpoints import ROPE, SIZES, VARIANTS, VOCAB, write_tiny_checkpoint
-from transformers import AutoModelForCausalLM
 
 TOKENS = torch.randint(0, VOCAB, (97,), generator=torch.Generator().manual_seed(5))
 
@@ -213,17 +214,15 @@ def test_smollm2_logits_equal_transformers(smollm2_path: Path) -> None:
 
 def test_smollm2_writes_the_same_64_tokens_as_transformers(smollm2_path: Path) -> None:
     loaded = load_model(smollm2_path, dtype=torch.float32)
-    chat = [{"role": "user", "content": "Explain in three sentences why the sky is blue."}]
+    chat = [{"role": "user", "content": "Tell me a long story about a lighthouse."}]
     text = loaded.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    prompt = loaded.tokenizer.encode(text)
+    prompt = torch.tensor(loaded.tokenizer.encode(text))
     theirs = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32, local_files_only=True)
-    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, min_new_tokens=64, do_sample=False)[0]
+    tokens = theirs.generate(prompt[None], max_new_tokens=64, do_sample=False)[0]
+    written = tokens[len(prompt) :]
+    assert len(written) == 64 and "lighthouse" in loaded.tokenizer.decode(written)
 
-    tokens = list(prompt)
-    for _ in range(64):
-        hidden = loaded.model(torch.tensor(tokens), torch.arange(len(tokens)), CausalAttention())
-        logits = loaded.model.logits(hidden[-1:])[0]
-        logits[loaded.config.eos_ids[0]] = float("-inf")  # as min_new_tokens does
-        tokens.append(int(logits.argmax()))
-    assert tokens == expected.tolist()
-    assert "light" in loaded.tokenizer.decode(tokens[len(prompt) :])
+    # Every token is our argmax after the ones before it, so by induction our own greedy loop writes the same ids.
+    model = loaded.model
+    hidden = model(tokens, torch.arange(len(tokens)), CausalAttention())
+    assert torch.equal(model.logits(hidden[len(prompt) - 1 : -1]).argmax(-1), written)

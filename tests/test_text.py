@@ -165,7 +165,9 @@ def test_byte_fallback_text_at_any_cut_joins_to_the_full_decode() -> None:
     for _ in range(300):
         text = "".join(rng.choice([" ", " a", "b", "é", "🌶", "日", "\n"]) for _ in range(rng.randrange(2, 30)))
         ids = tokenizer.encode(text, add_special_tokens=False)
-        ids = [i for token in ids for i in ([1] * (rng.random() < 0.1) + [token])]  # stray spaces, even inside characters
+        ids = [
+            i for token in ids for i in ([1] * (rng.random() < 0.1) + [token])
+        ]  # stray spaces, even inside characters
         for cut in {0, rng.randrange(len(ids))}:
             whole, prompt = decode(tokenizer, ids, True), decode(tokenizer, ids[:cut], True)
             if MARK in whole or MARK in prompt:

@@ -20,7 +20,9 @@ def can_pack(weight: torch.Tensor) -> bool:
     """True where oneDNN has a packed product for this weight: CPU, float32 or bfloat16, and a build that has oneDNN."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32 or (
+        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 class Linear(nn.Module):

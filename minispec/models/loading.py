@@ -137,7 +137,7 @@ def _find(name: str, progress: bool) -> Path:
     path = Path(name).expanduser()
     if name == EMBEDDED_MODEL:
         return fetch_embedded(progress=progress)
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if (name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.is_file():
         raise ModelLoadError(f"{name} is a file but not .gguf; give a .gguf file or the folder that holds config.json")
