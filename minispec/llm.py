@@ -92,6 +92,43 @@ class Piece(str):
         return piece
 
 
+class Stream(Iterator[Piece]):
+    """The completion of one prompt, token by token; `"".join(stream)` is the whole text.
+
+    Asking for a piece runs the engine until there is one, so several open streams share forwards. `close`, or dropping
+    the stream, aborts the request. `request` holds its counters and, at the end, its finish_reason.
+    Raises RuntimeError when the request failed inside the engine.
+    """
+
+    def __init__(self, engine: Engine, prompt: list[int], params: SamplingParams) -> None:
+        self._engine = engine
+        self._events: deque[TokenEvent] = deque()
+        [self.request] = engine.add(prompt, params, on_token=self._events.append)
+
+    def __next__(self) -> Piece:
+        while not self._events and not self.request.finished:
+            self._engine.step()
+        if self._events:
+            return Piece.of(self._events.popleft())
+        if self.request.error:
+            raise RuntimeError(f"{self.request.id}: {self.request.error}")
+        raise StopIteration
+
+    def close(self) -> None:
+        """Abort the request if it still runs. Closing twice is no error."""
+        self._engine.abort(self.request.id)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "request"):  # a refused prompt never became one
+            self.close()
+
+
 class LLM:
     """A model with its engine.
 
@@ -171,7 +208,7 @@ class LLM:
 
         Raises ConfigError when the model has no chat template or a message is malformed.
         """
-        many = [messages] if len(messages) and isinstance(messages[0], Mapping) else messages
+        many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         texts = [self.render_chat(conversation) for conversation in many]
         return self._run([self._encode(text, add_special_tokens=False) for text in texts], texts, params)
 
@@ -179,10 +216,10 @@ class LLM:
         self,
         prompt: Prompt | Sequence[Mapping[str, str]],
         params: SamplingParams | None = None,
-    ) -> Iterator[Piece]:
-        """Yield the completion of a prompt or a conversation token by token; `"".join(...)` is the whole text.
+    ) -> Stream:
+        """Yield the completion of a prompt or a conversation token by token.
 
-        Several streams may be open at once and share forwards. Closing the iterator early aborts the request.
+        Several streams may be open at once and share forwards. Closing or dropping one aborts its request.
         Raises ConfigError as `generate` does (at the call, not at the first piece), and when params.n > 1.
         """
         params = params or SamplingParams()
@@ -192,21 +229,7 @@ class LLM:
             ids = self._encode(self.render_chat(prompt), add_special_tokens=False)
         else:
             ids = self._encode(prompt)
-        events: deque[TokenEvent] = deque()
-        [request] = self.engine.add(ids, params, on_token=events.append)
-        return self._pieces(request, events)
-
-    def _pieces(self, request: Request, events: deque[TokenEvent]) -> Iterator[Piece]:
-        try:
-            while not request.finished or events:
-                if events:
-                    yield Piece.of(events.popleft())
-                else:
-                    self.engine.step()
-            if request.error:
-                raise RuntimeError(f"{request.id}: {request.error}")
-        finally:
-            self.engine.abort(request.id)
+        return Stream(self.engine, ids, params)
 
     def _run(
         self,
@@ -240,7 +263,9 @@ class LLM:
         if not messages:
             raise ConfigError("the conversation is empty: at least one message is needed")
         for message in messages:
-            if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            if not isinstance(message, Mapping) or not all(
+                isinstance(message.get(k), str) for k in ("role", "content")
+            ):
                 raise ConfigError(f"a message must have a role and a content, both text; got {message!r}")
         return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
 

@@ -53,7 +53,8 @@ class Scheduler:
     def plan(self, candidate_length: int) -> Step:
         """Choose the rows of the next forward and reserve their slots. An empty step means nothing can run.
 
-        `Row.max_drafts` of a decoding row says how many draft tokens (0 to `candidate_length`) it has slots and budget for.
+        `Row.max_drafts` of a decoding row says how many draft tokens, at most `candidate_length`, have slots and
+        budget.
         """
         # 1) One row for everyone who decodes.
         rows = []

@@ -130,7 +130,7 @@ class TextStream:
         return self._grow(self._detokenizer.push(token_id), check_stop)
 
     def flush(self) -> str:
-        """The request has ended by length or by a stop token: return what was held back. Nothing after a stop string."""
+        """The request has ended by length or by a stop token: return what was held back; "" after a stop string."""
         if self._detokenizer is None or self._stopped:
             return ""
         shown = self._grow(self._detokenizer.finish(), check_stop=False) + self._held

@@ -1,4 +1,4 @@
-"""Every mode of the engine gives the ids of naive decoding: on the tag model (exact) and on tiny real models (float32)."""
+"""Every mode of the engine gives the ids of naive decoding: on the tag model (exact) and on tiny models (float32)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-from pathlib import Path
 
 import sizes
 
@@ -37,7 +36,7 @@ def unresolved(quoted: list[str]) -> list[str]:
             good = (sizes.PACKAGE / name).is_file() or (ROOT / name).is_file()
         elif re.fullmatch(r"minispec(\.\w+)+", name):
             good = importlib.util.find_spec(name) is not None
-        elif match := re.match(r"([A-Z][a-z]*[A-Z]\w*)(?:\.(\w+))?(\(|$)", name):
+        elif match := re.fullmatch(r"([A-Z][a-z]*[A-Z][A-Za-z]*)(?:\.(\w+))?(?:\(.*\))?", name):
             good = match[1] in names and (match[2] is None or match[2] in names[match[1]])
             good &= all(word in source for word in re.findall(r"(\w+)=", name))
         else:

@@ -59,7 +59,7 @@ def law(p, q, x):
 
 
 def outcome(p, q, drawn_from=None):
-    """C pairs p, q [C, V] -> (law of the first token [C, V], chance that the draft is kept [C]), drafts drawn from q."""
+    """C pairs p, q [C, V], drafts drawn from q -> (law of the first token [C, V], chance to keep the draft [C])."""
     cases, vocab = p.shape
     drawn_from = q if drawn_from is None else drawn_from
     x = torch.arange(vocab).repeat(cases)
@@ -192,6 +192,16 @@ def test_draft_j_is_judged_by_row_j_and_the_bonus_comes_from_the_last_row():
         packed = pack([drafts])
         for verdict in (verify(tags, None, *packed, u, u), verify_greedy(expected, *packed)):
             assert (verdict.accepted.tolist(), verdict.next_ids.tolist()) == ([accepted], [next_id]), drafts
+
+
+def test_each_row_uses_its_own_random_numbers():
+    p = row(0.4, 0.3, 0.3).expand(3, 3)
+    keep, reject = 0.0, 0.9
+    for j, u_accept in enumerate([(reject, keep, keep), (keep, reject, keep), (keep, keep, reject)]):
+        u_sample = torch.full((3,), 0.1, dtype=torch.float64)
+        u_sample[j] = 0.99
+        verdict = verify(p, None, *pack([[0, 0]]), torch.tensor(u_accept).double(), u_sample)
+        assert (verdict.accepted.tolist(), verdict.next_ids.tolist()) == ([j], [2])
 
 
 def random_batch(seed: int):

@@ -139,6 +139,11 @@ def test_edges_of_top_k_and_top_p():
     assert p_of([0.5, 0.3, 0.15, 0.05], min_p=1.0) == [1, 0, 0, 0]
 
 
+def test_top_p_1_drops_nothing_however_unlikely():
+    p = probabilities(torch.tensor([[0.0, -60.0, -61.0]]), [SamplingParams(top_k=2, top_p=1.0)])
+    assert (p > 0).tolist() == [[True, True, False]]
+
+
 def test_greedy_is_exactly_one_at_the_first_largest_logit():
     logits = torch.tensor([[1.0, 3.0, 3.0], [0.1, 0.2, 0.3], [5.0, -torch.inf, 5.0]])
     params = [SamplingParams(temperature=0), SamplingParams(top_k=50), SamplingParams(temperature=0, top_p=0.1)]

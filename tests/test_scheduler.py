@@ -99,7 +99,9 @@ def test_after_a_preemption_the_first_step_emits_one_token_and_no_draft_is_left(
     requests = [r for p in ([1], [2], [3]) for r in engine.add(p, greedy(40))]
     seen = 0
     while engine.has_work:
-        before = {r: (r.metrics.preemptions, r.num_output, r.in_prefill or r.status is Status.WAITING) for r in requests}
+        before = {
+            r: (r.metrics.preemptions, r.num_output, r.in_prefill or r.status is Status.WAITING) for r in requests
+        }
         engine.step()
         for r in requests:
             preempted, outputs, recomputing = before[r]

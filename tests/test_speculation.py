@@ -126,7 +126,9 @@ def test_with_one_token_left_nothing_is_drafted():
 def test_penalties_count_the_drafts_before_each_position(k):
     logits = [5.0, 4.0, 3.0, 0.0]
     wrong_half_the_time = scripted(lambda tokens: np.eye(4)[len(tokens) % 2], vocab_size=4)
-    engine = tag_engine(lambda tokens: logits, vocab_size=4, drafter=wrong_half_the_time if k else None, candidate_length=k)
+    engine = tag_engine(
+        lambda tokens: logits, vocab_size=4, drafter=wrong_half_the_time if k else None, candidate_length=k
+    )
     [request] = run(engine, [[3]], greedy(8, frequency_penalty=1.5))
     assert request.output == [0, 1, 0, 2, 1, 0, 2, 1]
 
@@ -266,7 +268,10 @@ def test_greedy_and_sampled_requests_share_a_batch():
     params = [greedy(12), SamplingParams(seed=3, max_tokens=12), greedy(12)]
     a, b, c = run(engine, [[1], [2], [3]], params)
     assert a.output == tag_greedy(logits_of, [1], 12) and c.output == tag_greedy(logits_of, [3], 12)
-    assert b.output == run(tag_engine(logits_of, drafter=scripted(logits_of, script=[2, 0, 4])), [[2]], params[1])[0].output
+    assert (
+        b.output
+        == run(tag_engine(logits_of, drafter=scripted(logits_of, script=[2, 0, 4])), [[2]], params[1])[0].output
+    )
 
 
 def test_the_drafter_forgets_requests_that_end():

@@ -77,11 +77,20 @@ class TorchAttention:
         return Plan(groups, self._to_device(layout.slots))
 
     def run(
-        self, plan: Plan, k_cache: torch.Tensor, v_cache: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        plan: Plan,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> torch.Tensor:
-        """Write k, v [N, Hkv, D] into one layer's caches [slots, Hkv, D], then attend with q [N, Hq, D] -> [N, Hq, D]."""
+        """Write k, v [N, Hkv, D] into one layer's caches [slots, Hkv, D], then attend: q [N, Hq, D] -> [N, Hq, D]."""
         width = k_cache.shape[1] * k_cache.shape[2]
-        k_flat, v_flat = k_cache.view(-1, width), v_cache.view(-1, width)  # rows of Hkv*D: index_select copies whole rows
+        k_flat, v_flat = (
+            k_cache.view(-1, width),
+            v_cache.view(-1, width),
+        )  # rows of Hkv*D: index_select copies whole rows
         k_flat.index_copy_(0, plan.new_slots, k.reshape(-1, width))
         v_flat.index_copy_(0, plan.new_slots, v.reshape(-1, width))
         if len(plan.groups) == 1 and plan.groups[0].packed is None:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minispec.models.config import ModelConfig
+from minispec.models.linear import Linear
 from minispec.models.rope import rotary_frequencies, rotary_tables, rotate
 
 # attend(layer, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]. q and k arrive turned to their positions
@@ -49,13 +50,13 @@ class DecoderLayer(nn.Module):
         self.index = index
         self.num_q, self.num_kv, self.head_dim = config.num_heads, config.num_kv_heads, D
         self.attention_norm = RMSNorm(H, config.rms_norm_eps, **where)
-        self.qkv = _linear(H, (self.num_q + 2 * self.num_kv) * D, config.qkv_bias, **where)
+        self.qkv = Linear(H, (self.num_q + 2 * self.num_kv) * D, config.qkv_bias, **where)
         self.q_norm = RMSNorm(D, config.rms_norm_eps, **where) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.rms_norm_eps, **where) if config.qk_norm else None
-        self.output = _linear(self.num_q * D, H, config.o_bias, **where)
+        self.output = Linear(self.num_q * D, H, config.o_bias, **where)
         self.mlp_norm = RMSNorm(H, config.rms_norm_eps, **where)
-        self.gate_up = _linear(H, 2 * config.intermediate_size, **where)
-        self.down = _linear(config.intermediate_size, H, **where)
+        self.gate_up = Linear(H, 2 * config.intermediate_size, **where)
+        self.down = Linear(config.intermediate_size, H, **where)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         """x [N, H], cos and sin [N, 1, D] -> [N, H]."""
@@ -79,8 +80,8 @@ class DecoderLayer(nn.Module):
 class CausalLM(nn.Module):
     """A decoder-only language model over packed rows.
 
-    Parameters are uninitialised until a loader fills `weight_views`. Build it with the dtype it shall have: the rotary
-    frequencies stay float32, which a later `.to(dtype)` would not respect.
+    Parameters are uninitialised until a loader fills `weight_views`; `pack` then makes them quick to read. Build it
+    with the dtype it shall have: the rotary frequencies stay float32, which a later `.to(dtype)` would not respect.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class CausalLM(nn.Module):
         self.embedding = nn.utils.skip_init(nn.Embedding, V, H, **where)
         self.layers = nn.ModuleList(DecoderLayer(config, i, **where) for i in range(config.num_layers))
         self.norm = RMSNorm(H, config.rms_norm_eps, **where)
-        self.head = self.embedding if config.tie_embeddings else _linear(H, V, **where)
+        self.head = Linear(H, V, **where)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
         frequencies, self.rope_scale = rotary_frequencies(config.rope, config.head_dim)
         self.register_buffer("frequencies", frequencies.to(device), persistent=False)
         self.requires_grad_(False)
@@ -114,7 +117,13 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, H] -> [n, V] float32. Ask only for rows whose next token is wanted: the head is a large matrix."""
-        return F.linear(hidden, self.head.weight).float()
+        return self.head(hidden).float()
+
+    def pack(self) -> None:
+        """Reorder the weights for fast reading. After it they can no longer be filled or trained."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack()
 
     def weight_views(self) -> dict[str, torch.Tensor]:
         """Name in a Hugging Face checkpoint -> the part of our (fused) parameters that it fills."""
@@ -145,8 +154,3 @@ def layer_weight_views(layer: DecoderLayer) -> dict[str, torch.Tensor]:
     if layer.q_norm is not None:
         views |= {"self_attn.q_norm.weight": layer.q_norm.weight, "self_attn.k_norm.weight": layer.k_norm.weight}
     return views
-
-
-def _linear(inputs: int, outputs: int, bias: bool = False, **where: object) -> nn.Linear:
-    """A Linear without the random start values that loading would overwrite."""
-    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, **where)

@@ -52,7 +52,7 @@ def load_model(
 
     Raises ModelLoadError (a ValueError), one sentence that names what is missing, damaged or not supported.
     """
-    path = _find(str(name_or_path), progress)
+    path = find_model(str(name_or_path), progress)
     if path.is_file():
         file = GGUFFile(path)
         config, tokenizer, tensors = file.config, file.tokenizer(), file.tensors()
@@ -60,6 +60,7 @@ def load_model(
         config, tokenizer, tensors = read_config(path), read_tokenizer(path), read_tensors(path)
     model = CausalLM(config, dtype=dtype, device=device)
     fill(model, tqdm(tensors, desc="loading weights", unit=" tensors", delay=3, leave=False, disable=not progress))
+    model.pack()
     return LoadedModel(model.eval(), tokenizer, config, str(path))
 
 
@@ -132,7 +133,7 @@ def _may_ignore(name: str, config: ModelConfig) -> bool:
     return beyond or name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
 
 
-def _find(name: str, progress: bool) -> Path:
+def find_model(name: str, progress: bool = True) -> Path:
     """The folder or .gguf file behind a name, fetched if it must be."""
     path = Path(name).expanduser()
     if name == EMBEDDED_MODEL:

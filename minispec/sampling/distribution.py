@@ -25,7 +25,7 @@ from minispec.config import SamplingParams
 NUCLEUS_WIDTH = 1024
 
 # Limits that keep a division by the temperature finite in float32.
-_COLDEST, _HOTTEST = 1e-30, 1e30
+_COLDEST, _HOTTEST = 1e-37, 1e37
 
 # Probabilities are summed in whole units of this, see `sample`.
 _UNITS = 2.0**50
@@ -105,7 +105,7 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocab = logits.shape[-1]
     temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float64)
     temperature = temperature.clamp(_COLDEST, _HOTTEST).to(logits.device, logits.dtype)
-    # Subtract the maximum first: 1e4 / 1e-38 overflows, 0 / 1e-38 does not.
+    # Subtract the maximum first: 1e4 / 1e-37 overflows, 0 / 1e-37 does not.
     x = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
     cut = [r for r, p in enumerate(params) if not p.greedy and (0 < p.top_k < vocab or p.top_p < 1)]
     if cut:

@@ -54,7 +54,7 @@ class NgramDrafter:
 
     def _draft(self, request: Request, k: int) -> list[int]:
         tokens = request.tokens
-        source = self._continuation(tokens, self._indexes.setdefault(request, _Index())) if k > 0 else None
+        source = self._continuation(tokens, self._indexes.setdefault(request, _Index()))
         if source is None:
             return []
         draft: list[int] = []
@@ -71,6 +71,6 @@ class NgramDrafter:
                     index.ends[tuple(tokens[end - n : end])] = end
         index.length = len(tokens) - 1
         for n in self.lengths:
-            if n < len(tokens) and (end := index.ends.get(tuple(tokens[-n:]))) is not None:
+            if (end := index.ends.get(tuple(tokens[-n:]))) is not None:
                 return end
         return None

@@ -1,0 +1,146 @@
+"""Side by side in one run: transformers and this engine on the same weights, prompts and cores.
+
+    python -m minispec bench --prompts spec_bench_questions.jsonl --rounds 3
+
+Every contestant answers every prompt in every round, one after another (A B C D, A B C D, ...), so a noisy minute hits
+all of them. Reported: tokens per second over all prompts, median of the rounds with the lowest and highest, and the
+ratio to transformers' plain generate. All decode greedily for the same number of tokens and never stop early.
+
+Knows: how to time fairly. Does not know: why something is fast. Taught in notebook 13 (everything on).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from minispec.config import ConfigError
+
+CATEGORIES = ("writing", "coding", "qa", "summarization", "rag", "math_reasoning")
+MAX_CHARACTERS = 1500
+BUILT_IN = (
+    "Describe a small harbour town on a winter morning in two paragraphs.",
+    "Write a Python function that merges two sorted lists, then the same function with comments on each line.",
+    "Why is the sky blue? Answer in three sentences.",
+    "Summarize in two sentences: A cache keeps what was computed before. A radix cache keeps it as a tree of token "
+    "prefixes, so that prompts which begin alike share their keys and values. When memory is short, the leaf that was "
+    "used longest ago is dropped first, and prefixes that a running request uses are never dropped.",
+    "Text: The ferry leaves at 7:10, 9:40 and 12:20. It returns at 8:30, 11:00 and 13:45. Question: When does the "
+    "first ferry after nine leave, and when does it return?",
+    "A farmer has 17 sheep, buys 5 more and sells 8. Each remaining sheep gives 3 kg of wool. How much wool is that?",
+)
+
+Contestant = Callable[[list[int]], int]  # prompt ids -> number of generated tokens
+
+
+@dataclass
+class Result:
+    """Tokens per second of one contestant, per round, over all prompts; and seconds per prompt, last round."""
+
+    name: str
+    rates: list[float] = field(default_factory=list)
+    per_prompt: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.rates)
+
+
+def load_prompts(path: str | None) -> list[str]:
+    """Built-in prompts, or from a JSONL file in Spec-Bench form ({"category", "turns"}) the first of six categories.
+
+    Raises ConfigError when the file lacks one of them.
+    """
+    if path is None:
+        return list(BUILT_IN)
+    entries = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    first: dict[str, str] = {}
+    for entry in entries:
+        first.setdefault(entry["category"], entry["turns"][0][:MAX_CHARACTERS])
+    missing = [category for category in CATEGORIES if category not in first]
+    if missing:
+        raise ConfigError(f"{path} has no prompt of category {', '.join(missing)}")
+    return [first[category] for category in CATEGORIES]
+
+
+def measure(contestants: dict[str, Contestant], prompts: Sequence[list[int]], rounds: int) -> list[Result]:
+    """Warm everybody up on the first prompt, then time `rounds` interleaved rounds."""
+    results = [Result(name) for name in contestants]
+    for run in contestants.values():
+        run(prompts[0])
+    for _ in range(rounds):
+        tokens = [0] * len(results)
+        seconds: list[list[float]] = [[] for _ in results]
+        for prompt in prompts:
+            for i, run in enumerate(contestants.values()):
+                started = time.perf_counter()
+                tokens[i] += run(prompt)
+                seconds[i].append(time.perf_counter() - started)
+        for result, count, spent in zip(results, tokens, seconds, strict=True):
+            result.rates.append(count / sum(spent))
+            result.per_prompt = spent
+    return results
+
+
+def make_contestants(model: str, dtype: str, max_tokens: int, k: int) -> tuple[dict[str, Contestant], object]:
+    """transformers plain and with prompt lookup, this engine plain and with n-grams; and the tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    from minispec import LLM, SamplingParams
+    from minispec.models.loading import find_model
+
+    engines = {
+        "minispec": LLM(model, dtype=dtype, enable_radix_cache=False),
+        f"minispec, n-gram K={k}": LLM(
+            model, dtype=dtype, enable_radix_cache=False, speculative_config={"candidate_length": k}
+        ),
+    }
+    plain = engines["minispec"]
+    theirs = AutoModelForCausalLM.from_pretrained(find_model(model), dtype=plain.dtype).to(plain.device).eval()
+    common = {"do_sample": False, "max_new_tokens": max_tokens, "min_new_tokens": max_tokens}
+
+    def transformers_with(**options: int) -> Contestant:
+        settings = GenerationConfig(
+            **common, **options, pad_token_id=0, eos_token_id=theirs.generation_config.eos_token_id
+        )
+
+        @torch.inference_mode()
+        def run(prompt: list[int]) -> int:
+            ids = torch.tensor([prompt], device=plain.device)
+            out = theirs.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+            return out.shape[1] - len(prompt)
+
+        return run
+
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, min_tokens=max_tokens)
+
+    def minispec_with(llm: LLM) -> Contestant:
+        return lambda prompt: len(llm.generate(prompt, params)[0].token_ids)
+
+    contestants = {
+        "transformers": transformers_with(),
+        f"transformers, prompt lookup K={k}": transformers_with(prompt_lookup_num_tokens=k),
+    }
+    return contestants | {name: minispec_with(llm) for name, llm in engines.items()}, plain
+
+
+def bench(
+    *, model: str, dtype: str, prompts_file: str | None, max_tokens: int, candidate_length: int, rounds: int
+) -> list[Result]:
+    """Run the comparison and print its table."""
+    contestants, plain = make_contestants(model, dtype, max_tokens, candidate_length)
+    texts = load_prompts(prompts_file)
+    framed = [plain.render_chat([{"role": "user", "content": text}]) for text in texts]
+    prompts = [plain.tokenizer.encode(text, add_special_tokens=False) for text in framed]
+    results = measure(contestants, prompts, rounds)
+    print(f"{len(prompts)} prompts, {max_tokens} tokens each, batch 1, greedy, {plain.dtype}, {rounds} rounds")
+    print(f"{'':36}{'tokens/s':>10}{'low':>8}{'high':>8}{'ratio':>8}")
+    for result in results:
+        ratio = result.median / results[0].median
+        print(f"{result.name:36}{result.median:10.1f}{min(result.rates):8.1f}{max(result.rates):8.1f}{ratio:7.2f}x")
+    return results

@@ -1,0 +1,347 @@
+"""The course's own tools: checkers that never raise, real source, pictures made of true numbers, re-execution."""
+
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import numpy as np
+import pytest
+import torch
+from nbclient.exceptions import CellExecutionError
+
+import minispec
+from minispec import course
+from minispec.core import TokenKind
+from minispec.course import check, figures, run_notebooks
+from minispec.course.check import Case, judge
+from minispec.engine import Engine
+from minispec.runner import ModelRunner
+
+PACKAGE = Path(minispec.__file__).parent
+
+
+@pytest.fixture
+def said(capsys):
+    """What the last calls printed, one string per line."""
+    return lambda: capsys.readouterr().out.splitlines()
+
+
+# Checkers ----------------------------------------------------------------------------------------------------------
+
+
+def todo(*_):
+    raise NotImplementedError
+
+
+def bad_repr():
+    class Bad:
+        def __repr__(self):
+            raise RuntimeError("no repr")
+
+    return Bad()
+
+
+@pytest.mark.parametrize("answer", [todo, lambda n: None, lambda n: ..., None, ..., "", " \n"])
+def test_an_unanswered_exercise_is_not_done_yet(said, answer) -> None:
+    judge("exercise 1", answer, [Case((1,), 1)])
+    assert said() == ["exercise 1: not done yet"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda: 1,
+        lambda n: 1 / 0,
+        lambda n: n.nothing,
+        lambda n: np.arange(3),
+        lambda n: bad_repr(),
+        "word",
+        [1, 2],
+        bad_repr(),
+    ],
+)
+def test_a_checker_never_raises_whatever_the_answer_is(said, answer) -> None:
+    judge("exercise 1", answer, [Case((1,), 1)])
+    [line] = said()
+    assert line.endswith(", expected 1") and (" gives " in line or " raises " in line)
+
+
+def test_the_smallest_failing_case_is_named(said) -> None:
+    def double(n):
+        return n + n if n < 3 else n
+
+    judge("exercise 1", double, [Case((n,), 2 * n) for n in (1, 2, 3, 4)])
+    assert said() == ["exercise 1: double(3) gives 3, expected 6"]
+
+
+def test_an_exception_is_reported_with_its_message(said) -> None:
+    def f(n):
+        raise ValueError("no such n")
+
+    judge("exercise 1", f, [Case((2,), 1, "two")])
+    assert said() == ["exercise 1: f(two) raises ValueError (no such n), expected 1"]
+
+
+@pytest.mark.parametrize("got", [0.3, 0.1 + 0.2, np.float64(0.3), torch.tensor(0.3, dtype=torch.float64)])
+def test_numbers_of_any_kind_count_as_right(said, got) -> None:
+    judge("exercise 1", lambda: got, [Case((), 0.3)])
+    judge("exercise 1", got, [Case((), 0.3)])
+    assert said() == ["exercise 1: ok (1 case)"] * 2
+
+
+@pytest.mark.parametrize("got", [(1, 2), [1, 2], np.array([1, 2]), torch.tensor([1, 2])])
+def test_lists_of_any_kind_count_as_right(said, got) -> None:
+    judge("exercise 1", lambda: got, [Case((), [1, 2])])
+    assert said() == ["exercise 1: ok (1 case)"]
+
+
+@pytest.mark.parametrize("got", [0.31, math.nan, [0.3], "0.3"])
+def test_what_is_near_or_alike_is_not_right(said, got) -> None:
+    judge("exercise 1", lambda: got, [Case((), 0.3)])
+    assert "expected 0.3" in said()[0]
+
+
+def test_an_answer_that_changes_its_arguments_cannot_spoil_the_next_case(said) -> None:
+    shared = [1, 2, 3]
+
+    def last(items):
+        return items.pop()
+
+    judge("exercise 1", last, [Case((shared,), 3), Case((shared,), 3)])
+    assert said() == ["exercise 1: ok (2 cases)"] and shared == [1, 2, 3]
+
+
+EXERCISES = [getattr(check, name) for name in sorted(vars(check)) if re.fullmatch(r"nb\d\d_ex\d", name)]
+
+
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda f: f.__name__)
+def test_every_exercise_starts_as_not_done_and_survives_nonsense(said, exercise) -> None:
+    answers = exercise.__code__.co_argcount
+    exercise(*[todo] * answers)
+    assert {line.split(": ")[1] for line in said()} == {"not done yet"}
+    exercise(*[lambda *_: "nonsense"] * answers)
+    assert all("expected" in line for line in said())
+
+
+def test_the_sizes_that_exercises_use_are_the_embedded_models(smollm2_path) -> None:
+    from minispec.models.loading import read_config
+
+    config = read_config(smollm2_path)
+    names = [
+        name for name in vars(check.SMOLLM2) if name.startswith(("num_", "vocab", "hidden", "interm", "head", "tie"))
+    ]
+    assert len(names) == 8 and [vars(config)[n] for n in names] == [vars(check.SMOLLM2)[n] for n in names]
+    assert check.SMOLLM2.num_parameters == 134_515_008
+
+
+def wrong_stop_in_prompt(next_token, prompt, max_tokens, stop_ids):
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < max_tokens and tokens[-1] not in stop_ids:
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def wrong_drops_the_stop_token(next_token, prompt, max_tokens, stop_ids):
+    output = []
+    while len(output) < max_tokens and (token := next_token(prompt + output)) not in stop_ids:
+        output.append(token)
+    return output
+
+
+def wrong_forgets_the_limit(next_token, prompt, max_tokens, stop_ids):
+    output = []
+    while len(output) <= max_tokens and not (output and output[-1] in stop_ids):
+        output.append(next_token(prompt + output))
+    return output
+
+
+@pytest.mark.parametrize("wrong", [wrong_stop_in_prompt, wrong_drops_the_stop_token, wrong_forgets_the_limit])
+def test_the_stopping_exercise_finds_the_usual_mistakes(said, wrong) -> None:
+    check.nb01_ex2(wrong)
+    assert "gives" in said()[0]
+
+
+def test_counting_exercises_find_the_usual_mistakes(said) -> None:
+    check.nb00_ex1(lambda c: c.num_parameters + c.vocab_size * c.hidden_size)  # the tied head counted twice
+    check.nb00_ex2(lambda n, size, rate: rate / n / size)  # GB taken for bytes
+    check.nb01_ex1(lambda p, n: n * (2 * p + n + 1) // 2)  # one row too many per forward
+    check.nb02_ex1(lambda c, size: 2 * c.num_layers * c.num_heads * c.head_dim * size)  # query heads
+    check.nb02_ex2(lambda m, c, size: m / (2 * c.num_layers * c.num_kv_heads * c.head_dim * size), 9)  # not rounded
+    lines = said()
+    assert len(lines) == 6 and all("expected" in line for line in lines)
+
+
+# Source, guesses, the reference loop -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thing", [Engine.step, ModelRunner.forward, check.Case, course.load])
+def test_show_gives_the_real_source(thing) -> None:
+    text = course.show(thing).data
+    path = re.match(r"```python\n# (minispec/[\w/]+\.py)\n\n", text)[1]
+    lines = text.split("\n")[3:-1]
+    source = (PACKAGE.parent / path).read_text("utf-8")
+    assert len(lines) > 2 and all(line in source for line in lines) and text.endswith("```")
+    assert not lines[0].startswith(" ")
+
+
+def test_a_guess_is_returned_and_judged(said) -> None:
+    assert course.predict("forwards", default=45) == 45
+    course.reveal(1000, 1000)
+    course.reveal(45, 1038)
+    assert said() == [
+        "forwards?",
+        "my guess: 45",
+        "guess 1,000, measured 1,000: exactly right",
+        "guess 45, measured 1,038: off by 993",
+    ]
+
+
+def test_setup_makes_random_numbers_repeat_and_says_only_device_and_dtype(said) -> None:
+    course.setup(seed=3)
+    first = torch.rand(2)
+    course.setup(seed=3)
+    assert torch.equal(first, torch.rand(2)) and 1 <= torch.get_num_threads() <= 2
+    assert all(re.fullmatch(r"device: (cpu|cuda), dtype: float32", line) for line in said())
+
+
+# Pictures ----------------------------------------------------------------------------------------------------------
+
+
+def legend(picture: figures.Picture, panel: int = 0) -> list[str]:
+    return [text.get_text() for text in picture.axes[panel].get_legend().get_texts()]
+
+
+def test_the_work_picture_counts_each_row_once() -> None:
+    runs = {"no cache": [(0, 3), (0, 4), (0, 5)], "KV cache": [(0, 3), (3, 4), (4, 5)]}
+    picture = figures.work(runs, prompt_len=3)
+    assert legend(picture, 0) == ["prompt, first time: 3", "output, first time: 2", "computed again: 7"]
+    assert legend(picture, 1) == ["prompt, first time: 3", "output, first time: 2", "computed again: 0"]
+    assert [ax.get_title() for ax in picture.axes] == ["no cache: 12 rows", "KV cache: 5 rows"]
+
+
+DRAWINGS = [
+    lambda: figures.roofline(20.0, 50.0, {"decode": (0.5, 8.0), "prefill": (20.0, 45.0)}),
+    lambda: figures.bars("times", {"TTFT": {"a": 1.0, "b": 2.0}, "TPOT": {"a": 0.1, "b": 0.2}}, "ms"),
+    lambda: figures.work({"one": [(0, 2)]}, 2),
+]
+
+
+@pytest.mark.parametrize("draw", DRAWINGS)
+def test_a_picture_is_a_png_that_names_itself_and_the_same_each_time(draw) -> None:
+    picture = draw()
+    png = picture._repr_png_()
+    assert png[:4] == b"\x89PNG" and png == draw()._repr_png_() and repr(picture) == f"<picture: {picture.title}>"
+
+
+def test_the_roof_bends_where_memory_and_arithmetic_meet() -> None:
+    picture = figures.roofline(20.0, 50.0, {"decode": (0.5, 8.0), "prefill": (20.0, 45.0)})
+    [ax] = picture.axes
+    x, y = ax.lines[0].get_data()
+    assert np.allclose(y, np.minimum(20 * x, 50)) and ax.lines[1].get_xdata()[0] == 2.5
+    assert legend(picture) == ["decode", "prefill"]
+
+
+def texts_and_boxes(svg: str) -> tuple[list[tuple[float, float, float]], list[tuple[float, float, float, float]]]:
+    root = ElementTree.fromstring(svg)
+    tag = "{http://www.w3.org/2000/svg}"
+    texts = [
+        (float(t.get("x")), float(t.get("y")), 0.62 * float(t.get("font-size")) * len(t.text))
+        for t in root.iter(f"{tag}text")
+    ]
+    boxes = [tuple(float(r.get(k, 0)) for k in ("x", "y", "width", "height")) for r in root.iter(f"{tag}rect")]
+    return texts, boxes
+
+
+def test_the_map_is_the_same_each_time_and_its_text_stays_in_its_boxes(tmp_path) -> None:
+    svg = figures.request_map(tmp_path).data
+    assert svg == figures.request_map(tmp_path).data
+    texts, boxes = texts_and_boxes(svg)
+    for x, y, width in texts:
+        around = [b for b in boxes if b[0] <= x <= b[0] + b[2] and b[1] <= y <= b[1] + b[3]]
+        _, smallest = min((b[2] * b[3], b) for b in around)
+        assert x + width <= smallest[0] + smallest[2] + 1, (x, y, width, smallest)
+
+
+def test_the_map_names_only_modules_that_exist_and_every_notebook() -> None:
+    named = [module for stage in figures.STAGES for line in stage.modules for module in line.split()]
+    assert len(named) >= 10 and all((PACKAGE / module).exists() for module in named)
+    planned = {number for stage in figures.STAGES for number in stage.notebooks}
+    assert planned | {13} == set(range(15))
+
+
+def test_the_map_links_the_notebooks_that_exist(tmp_path) -> None:
+    (tmp_path / "06_the_radix_tree.ipynb").touch()
+    assert re.findall(r'href="([^"]+)"', figures.request_map(tmp_path).data) == ["06_the_radix_tree.ipynb"]
+
+
+def answer(words: list[str], kinds: list[TokenKind]) -> tuple[SimpleNamespace, SimpleNamespace]:
+    output = SimpleNamespace(token_ids=list(range(len(words))), outputs=[SimpleNamespace(kinds=kinds)])
+    return output, SimpleNamespace(decode=lambda ids: words[ids[0]])
+
+
+def test_the_token_strip_shows_every_token_and_counts_the_kinds() -> None:
+    kinds = [TokenKind.PLAIN, TokenKind.ACCEPTED, TokenKind.ACCEPTED, TokenKind.BONUS, TokenKind.CORRECTED] * 8
+    words = ["A", " <b>", "&", "\n", " \u00e4"] * 8
+    svg = figures.token_strip(*answer(words, kinds)).data
+    texts, boxes = texts_and_boxes(svg)
+    shown = [t.text for t in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert shown[:5] == ["A", "\u00b7<b>", "&", "\u21b5", "\u00b7\u00e4"] and len(shown) == 40 + 4
+    assert [int(label.split()[0]) for label in shown[-4:]] == [8, 16, 8, 8]
+    assert all(x + width <= 880 for x, _, width in texts) and all(x + width <= 880 for x, _, width, _ in boxes)
+
+
+# Re-execution ------------------------------------------------------------------------------------------------------
+
+
+def notebook(*sources: str) -> nbformat.NotebookNode:
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    return nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "my-env", "display_name": "Mine"}})
+
+
+def test_a_notebook_is_run_in_its_folder_and_left_clean(tmp_path) -> None:
+    source = "import sys; print(1); sys.stdout.flush(); print(open('here').read())"
+    nb = notebook(source, "from ipywidgets import IntSlider; IntSlider()", "2")
+    nb.cells[2].metadata = nbformat.from_dict({"tags": ["keep"], "collapsed": True})
+    (tmp_path / "here").write_text("found")
+    run_notebooks.execute(nb, tmp_path)
+    run_notebooks.normalise(nb)
+    nbformat.validate(nb)
+    assert [cell.execution_count for cell in nb.cells] == [1, 2, 3]
+    assert nb.cells[0].outputs == [{"output_type": "stream", "name": "stdout", "text": "1\nfound\n"}]
+    assert nb.cells[1].outputs == [] and nb.cells[2].outputs[0].data["text/plain"] == "2"
+    assert nb.metadata == run_notebooks.METADATA and [dict(c.metadata) for c in nb.cells] == [
+        {},
+        {},
+        {"tags": ["keep"]},
+    ]
+
+
+def test_a_notebook_that_raises_is_left_as_it_was(tmp_path, monkeypatch, capsys) -> None:
+    path = tmp_path / "07_broken.ipynb"
+    nbformat.write(notebook("1 / 0"), path)
+    before = path.read_bytes()
+    monkeypatch.setattr(run_notebooks, "find", lambda numbers: [path])
+    monkeypatch.setattr(run_notebooks, "FOLDER", tmp_path)
+    assert run_notebooks.main([]) == 1 and path.read_bytes() == before
+    assert "ZeroDivisionError" in capsys.readouterr().out
+    with pytest.raises(CellExecutionError):
+        run_notebooks.execute(notebook("1 / 0"), tmp_path)
+
+
+def test_numbers_choose_a_notebook_with_its_solutions(tmp_path) -> None:
+    (tmp_path / "solutions").mkdir()
+    for name in ("00_a", "solutions/00_a", "01_b", "solutions/01_b", "notes"):
+        (tmp_path / f"{name}.ipynb").touch()
+
+    def names(*numbers: str) -> list[str]:
+        return [p.relative_to(tmp_path).as_posix() for p in run_notebooks.find(numbers, tmp_path)]
+
+    assert names() == ["00_a.ipynb", "solutions/00_a.ipynb", "01_b.ipynb", "solutions/01_b.ipynb"]
+    assert names("01") == ["01_b.ipynb", "solutions/01_b.ipynb"]
+    with pytest.raises(ValueError, match="no notebook '1'"):
+        names("1")
