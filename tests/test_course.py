@@ -222,6 +222,8 @@ def test_the_work_picture_counts_each_row_once() -> None:
     assert legend(picture, 0) == ["prompt, first time: 3", "output, first time: 2", "computed again: 7"]
     assert legend(picture, 1) == ["prompt, first time: 3", "output, first time: 2", "computed again: 0"]
     assert [ax.get_title() for ax in picture.axes] == ["no cache: 12 rows", "KV cache: 5 rows"]
+    for ax in picture.axes:  # a cell lies around the number of its position and of its forward
+        assert ax.get_xlim() == (-0.5, 4.5) and sorted(ax.get_ylim()) == [-0.5, 2.5]
 
 
 DRAWINGS = [
