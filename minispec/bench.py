@@ -17,8 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from minispec.config import ConfigError
+from minispec.config import ConfigError, check_number
+
+if TYPE_CHECKING:
+    from minispec.llm import LLM
 
 CATEGORIES = ("writing", "coding", "qa", "summarization", "rag", "math_reasoning")
 MAX_CHARACTERS = 1500
@@ -39,11 +43,10 @@ Contestant = Callable[[list[int]], int]  # prompt ids -> number of generated tok
 
 @dataclass
 class Result:
-    """Tokens per second of one contestant, per round, over all prompts; and seconds per prompt, last round."""
+    """Tokens per second of one contestant over all prompts, per round."""
 
     name: str
     rates: list[float] = field(default_factory=list)
-    per_prompt: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -53,14 +56,17 @@ class Result:
 def load_prompts(path: str | None) -> list[str]:
     """Built-in prompts, or from a JSONL file in Spec-Bench form ({"category", "turns"}) the first of six categories.
 
-    Raises ConfigError when the file lacks one of them.
+    Raises ConfigError when the file cannot be read so or lacks one of them.
     """
     if path is None:
         return list(BUILT_IN)
-    entries = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
     first: dict[str, str] = {}
-    for entry in entries:
-        first.setdefault(entry["category"], entry["turns"][0][:MAX_CHARACTERS])
+    try:
+        for line in Path(path).read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            first.setdefault(entry["category"], entry["turns"][0][:MAX_CHARACTERS])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is not a file of Spec-Bench questions: {error}") from error
     missing = [category for category in CATEGORIES if category not in first]
     if missing:
         raise ConfigError(f"{path} has no prompt of category {', '.join(missing)}")
@@ -74,20 +80,19 @@ def measure(contestants: dict[str, Contestant], prompts: Sequence[list[int]], ro
         run(prompts[0])
     for _ in range(rounds):
         tokens = [0] * len(results)
-        seconds: list[list[float]] = [[] for _ in results]
+        seconds = [0.0] * len(results)
         for prompt in prompts:
             for i, run in enumerate(contestants.values()):
                 started = time.perf_counter()
                 tokens[i] += run(prompt)
-                seconds[i].append(time.perf_counter() - started)
+                seconds[i] += time.perf_counter() - started
         for result, count, spent in zip(results, tokens, seconds, strict=True):
-            result.rates.append(count / sum(spent))
-            result.per_prompt = spent
+            result.rates.append(count / spent)
     return results
 
 
-def make_contestants(model: str, dtype: str, max_tokens: int, k: int) -> tuple[dict[str, Contestant], object]:
-    """transformers plain and with prompt lookup, this engine plain and with n-grams; and the tokenizer."""
+def make_contestants(model: str, dtype: str, max_tokens: int, k: int) -> tuple[dict[str, Contestant], LLM]:
+    """transformers plain and with prompt lookup, this engine plain and with n-grams; and an LLM for the framing."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -130,15 +135,19 @@ def make_contestants(model: str, dtype: str, max_tokens: int, k: int) -> tuple[d
 
 
 def bench(
-    *, model: str, dtype: str, prompts_file: str | None, max_tokens: int, candidate_length: int, rounds: int
+    model: str, questions: Sequence[str], *, dtype: str, max_tokens: int, candidate_length: int, rounds: int
 ) -> list[Result]:
-    """Run the comparison and print its table."""
-    contestants, plain = make_contestants(model, dtype, max_tokens, candidate_length)
-    texts = load_prompts(prompts_file)
-    framed = [plain.render_chat([{"role": "user", "content": text}]) for text in texts]
-    prompts = [plain.tokenizer.encode(text, add_special_tokens=False) for text in framed]
+    """Run the comparison and print its table. Raises ConfigError for a number below 1."""
+    for name, value in (("max_tokens", max_tokens), ("candidate_length", candidate_length), ("rounds", rounds)):
+        check_number(name, value, 1, integer=True)
+    contestants, llm = make_contestants(model, dtype, max_tokens, candidate_length)
+    prompts = []
+    for question in questions:
+        framed = llm.render_chat([{"role": "user", "content": question}])
+        prompts.append(llm.tokenizer.encode(framed, add_special_tokens=False))
     results = measure(contestants, prompts, rounds)
-    print(f"{len(prompts)} prompts, {max_tokens} tokens each, batch 1, greedy, {plain.dtype}, {rounds} rounds")
+    precision = str(llm.dtype).removeprefix("torch.")
+    print(f"{len(prompts)} prompts, {max_tokens} tokens each, one at a time, greedy, {precision}, {rounds} rounds")
     print(f"{'':36}{'tokens/s':>10}{'low':>8}{'high':>8}{'ratio':>8}")
     for result in results:
         ratio = result.median / results[0].median

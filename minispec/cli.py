@@ -1,4 +1,4 @@
-"""The command line: `python -m minispec demo | generate | chat | doctor | fetch` (also the script `minispec`).
+"""The command line: `python -m minispec demo | generate | chat | bench | doctor | fetch` (or `minispec`).
 
 torch is imported only when a command needs it, so help is quick. Exit codes: 0 done, 1 broken pipe, 2 refused (one
 sentence on stderr), 130 interrupted.
@@ -89,6 +89,13 @@ def _doctor(args: argparse.Namespace) -> None:
     from minispec.doctor import machine_card
 
     print(machine_card(args.device))
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from minispec.bench import bench, load_prompts
+
+    options = {"dtype": args.dtype, "max_tokens": args.max_tokens, "rounds": args.rounds}
+    bench(args.model, load_prompts(args.prompts), candidate_length=args.candidate_length, **options)
 
 
 def _fetch(_: argparse.Namespace) -> None:
@@ -248,6 +255,13 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", _doctor, "the machine card: device, dtype, measured speeds, versions")
     doctor.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    bench = command("bench", _bench, "tokens per second next to transformers on the same weights, in one run")
+    bench.add_argument("--model", default="smollm2-135m", help="smollm2-135m, a folder, or org/name")
+    bench.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (CUDA only)")
+    bench.add_argument("--prompts", metavar="FILE", help="questions in Spec-Bench form (JSONL); None: six of our own")
+    bench.add_argument("--max-tokens", type=int, default=96, metavar="N", help="output tokens of each answer")
+    bench.add_argument("--candidate-length", type=int, default=4, metavar="K", help="draft tokens per step")
+    bench.add_argument("--rounds", type=int, default=3, metavar="N", help="how often everything is repeated")
     command("fetch", _fetch, "fetch the embedded model (once) and print its folder")
     return parser
 

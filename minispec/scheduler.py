@@ -4,9 +4,10 @@ Continuous batching (Orca, Yu et al. 2022, section 3.1): requests join and leave
 prefill (Sarathi, Agrawal et al. 2023): a prompt is read in pieces that share a forward with decoding requests, so a
 long prompt never stops the others. One budget of tokens per forward is given out in this order:
 
-1. every decoding request gets one row; when slots run out, the request admitted last is preempted: it gives its
-   slots back, waits at the head of the queue, and is computed again later (most of it comes from the radix cache);
-2. draft tokens for the decoding requests, oldest first, from slots that are free anyway;
+1. every decoding request gets one row; when slots run out, what rejected drafts left over is taken back, then the
+   request admitted last is preempted: it gives its slots back, waits at the head of the queue, and is computed again
+   later (most of it comes from the radix cache);
+2. draft tokens for the decoding requests, oldest first, where slots are free or hold cached prefixes;
 3. prompt chunks of admitted requests, oldest first;
 4. admission, first come first served, when the whole prompt fits.
 
@@ -96,7 +97,14 @@ class Scheduler:
         return wanted
 
     def _make_room(self, request: Request) -> bool:
-        """Reserve the slot of the pending token, preempting the youngest until it fits; False if that is `request`."""
+        """Reserve the slot of the pending token; False if `request` itself had to be preempted.
+
+        When slots are short, pages left over from rejected drafts go back first, then the youngest requests go.
+        """
+        if self.pool.reserve(request, len(request.tokens)):
+            return True
+        for other in self.running:
+            self.pool.trim(other)
         while not self.pool.reserve(request, len(request.tokens)):
             victim = self.running[-1]
             self._preempt(victim)

@@ -93,6 +93,27 @@ def test_preemption_changes_nothing_but_time(page_size, drafter):
     assert_idle(engine)
 
 
+def test_slots_of_rejected_drafts_go_back_before_anybody_is_preempted():
+    logits_of = markov()
+    engine = tag_engine(
+        logits_of,
+        slots=26,
+        page_size=1,
+        max_num_seqs=2,
+        chunked_prefill_size=1,
+        enable_radix_cache=False,
+        drafter=scripted(logits_of, script=[0]),
+        candidate_length=12,
+    )
+    # While the older request reads its prompt, the drafts of the younger take every slot that is left.
+    older, younger = (r for p, n in (([1] * 12, 2), ([2], 14)) for r in engine.add(p, greedy(n)))
+    for _ in range(12):
+        engine.step()
+    assert older.num_output == 1 and engine.pool.num_free_pages == 0
+    finish(engine)
+    assert (older.num_output, younger.num_output) == (2, 14) and engine.scheduler.preemptions == 0
+
+
 def test_after_a_preemption_the_first_step_emits_one_token_and_no_draft_is_left():
     logits_of = markov()
     engine = tag_engine(logits_of, slots=48, page_size=4, max_num_seqs=3, drafter=scripted(logits_of))

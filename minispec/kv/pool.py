@@ -217,6 +217,13 @@ class KVPool:
         request.num_pages += missing
         return True
 
+    def trim(self, request: Request) -> None:
+        """Give back the whole pages past its committed tokens, left over from drafts that were not kept."""
+        keep = pages_for(len(request.tokens), self.page_size)
+        if keep < request.num_pages:
+            self.allocator.free(self._pages(self.slots(request)[keep * self.page_size :]))
+            request.num_pages = keep
+
     def commit_prefix(self, request: Request) -> None:
         """Hand the whole pages of tokens[:kv_len] to the radix tree, and keep them locked while the request goes on.
 
