@@ -11,7 +11,7 @@ import torch
 from minispec.models.config import ModelLoadError
 from minispec.models.embedded import fetch_embedded
 
-torch.set_num_threads(2)
+torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 @pytest.fixture(autouse=True)

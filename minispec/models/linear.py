@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 
 PACK_ROWS = 8  # the row count that the blocks are chosen for; good from 1 to some hundreds
+PACK_MIN_NUMBERS = 2**16  # a smaller weight stays in the processor's cache, where its layout does not matter
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """True where oneDNN has a packed product for this weight: CPU, float32 or bfloat16, and a build that has oneDNN."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    """True where oneDNN has a packed product for this weight and it pays: CPU, float32 or bfloat16, not tiny."""
+    if weight.device.type != "cpu" or weight.numel() < PACK_MIN_NUMBERS or not torch.backends.mkldnn.is_available():
         return False
-    return weight.dtype == torch.float32 or (
-        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16)
 
 
 class Linear(nn.Module):
