@@ -123,23 +123,46 @@ class SamplingParams:
 class SpeculativeConfig:
     """How to speculate.
 
-    draft_model: "ngram" copies what followed the last occurrence of the request's own last tokens.
+    draft_model: "ngram" copies what followed the last occurrence of the request's own last tokens; "mtp" is the MTP
+    module in the target's checkpoint or in `draft_head`; "early-exit" is the target's first layers; anything else is a
+    model with the target's tokenizer, named as for LLM. [x, "ngram"]: the n-gram's copy where it has one, x otherwise.
     candidate_length: K, draft tokens asked for per request and step.
+    draft_sampling: draw drafts from q at the request's own parameters ("probabilistic") or take the likeliest
+    ("greedy", q is one-hot). Both are exact; greedy requests are drafted greedily in any case.
+    draft_head: a safetensors file with an MTP module. early_exit_layers: how many of the target's layers draft.
     ngram_max, ngram_min: longest and shortest suffix looked up, in tokens; the longest match wins.
 
     Raises ConfigError that names the field, the value and the range; unknown fields are refused by `from_any`.
     """
 
-    draft_model: str = "ngram"
+    draft_model: str | Sequence[str] = "ngram"
     candidate_length: int = 4
+    draft_sampling: str = "probabilistic"
+    draft_head: str | None = None
+    early_exit_layers: int | None = None
     ngram_max: int = 4
     ngram_min: int = 2
 
     def __post_init__(self) -> None:
-        check_choice("draft_model", self.draft_model, ("ngram",))
+        names = (self.draft_model,) if isinstance(self.draft_model, str) else self.draft_model
+        if not isinstance(names, Sequence) or not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(f"draft_model must be a name or a list of names, got {self.draft_model!r}")
+        if len(names) != 1 and not (len(names) == 2 and "ngram" in names and len(set(names)) == 2):
+            raise ConfigError(f"draft_model takes one name, or one and 'ngram'; got {self.draft_model!r}")
         check_number("candidate_length", self.candidate_length, 0, 64, integer=True)
+        check_choice("draft_sampling", self.draft_sampling, ("probabilistic", "greedy"))
+        if self.draft_head is not None and "mtp" not in names:
+            raise ConfigError(f"draft_head {self.draft_head!r} is only read when draft_model is 'mtp'")
+        if self.early_exit_layers is not None:
+            check_number("early_exit_layers", self.early_exit_layers, 1, integer=True)
         check_number("ngram_max", self.ngram_max, 1, 32, integer=True)
         check_number("ngram_min", self.ngram_min, 1, self.ngram_max, integer=True)
+        object.__setattr__(self, "draft_model", names[0] if len(names) == 1 else tuple(names))
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The names in draft_model."""
+        return (self.draft_model,) if isinstance(self.draft_model, str) else self.draft_model
 
     @classmethod
     def from_any(cls, value: SpeculativeConfig | Mapping[str, Any] | None) -> SpeculativeConfig | None:

@@ -29,6 +29,8 @@ from minispec.config import SamplingParams
 from minispec.metrics import RequestMetrics
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from minispec.kv.radix import RadixNode
     from minispec.text import TextStream
 
@@ -150,6 +152,7 @@ class Row:
     num_committed: int
     max_drafts: int = 0  # draft tokens that have slots and budget
     drafts: list[int] = field(default_factory=list)
+    q: Tensor | None = None  # [len(drafts), V] what the drafts were drawn from; None: chosen without chance
 
     @property
     def q_len(self) -> int:

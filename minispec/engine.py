@@ -18,8 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-
 from minispec.config import ConfigError, EngineConfig, SamplingParams
 from minispec.core import Request, Row, Status, Step, TokenEvent, TokenKind
 from minispec.kv.pool import KVPool
@@ -146,11 +144,11 @@ class Engine:
             assert not self.requests, "requests are queued and none can run"
             return step
         with self._timed("draft"):
-            q = self._draft(step)
+            self._draft(step)
         with self._timed("forward"):
             logits = self.runner.forward(step, self.pool.table.slots)
         with self._timed("verify"):
-            outcomes = choose_tokens(logits, step.sampled, q) if step.sampled else []
+            outcomes = choose_tokens(logits, step.sampled) if step.sampled else []
         with self._timed("commit"):
             self._commit(step, outcomes)
         if self.config.check_every_step:
@@ -160,11 +158,11 @@ class Engine:
     def _candidate_length(self) -> int:
         return self.config.speculative_config.candidate_length if self.drafter else 0
 
-    def _draft(self, step: Step) -> torch.Tensor | None:
-        """Fill `row.drafts`. A drafter that fails costs its draft, never a request."""
+    def _draft(self, step: Step) -> None:
+        """Fill `row.drafts` and `row.q`. A drafter that fails costs its draft, never a request."""
         rows = [row for row in step.rows if row.max_drafts > 0]
         if not rows:
-            return None
+            return
         try:
             proposal = self.drafter.propose([row.request for row in rows], [row.max_drafts for row in rows])
             for tokens, row in zip(proposal.tokens, rows, strict=True):
@@ -173,10 +171,9 @@ class Engine:
         except Exception:
             log.exception("the drafter %s failed; this step runs without drafts", self.drafter.name)
             self.metrics.drafter_faults += 1
-            return None
-        for row, tokens in zip(rows, proposal.tokens, strict=True):
-            row.drafts = list(tokens)
-        return proposal.q
+            return
+        for row, tokens, q in zip(rows, proposal.tokens, proposal.q or [None] * len(rows), strict=True):
+            row.drafts, row.q = list(tokens), q
 
     def _commit(self, step: Step, outcomes: list[Outcome]) -> None:
         """Give each request its tokens and set its cursors to the committed end."""

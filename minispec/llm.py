@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from minispec.config import ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
+from minispec.config import ConfigError, EngineConfig, SamplingParams
 from minispec.core import Request, TokenEvent, TokenKind, TokenLogprob
 from minispec.device import choose_device, choose_dtype
 from minispec.engine import Engine
@@ -24,8 +24,8 @@ from minispec.kv.pool import KVPool
 from minispec.metrics import RequestMetrics
 from minispec.models.loading import load_model
 from minispec.runner import ModelRunner
+from minispec.speculative.build import build_drafter, needs_hidden
 from minispec.speculative.drafter import Drafter
-from minispec.speculative.ngram import NgramDrafter
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,14 @@ class LLM:
             max_len=min(context, num_slots),
             enable_radix_cache=self.config.enable_radix_cache,
         )
-        runner = ModelRunner(self.model, pool.num_slots, dtype=self.dtype, device=self.device)
+        speculative = None if drafter else self.config.speculative_config
+        runner = ModelRunner(
+            self.model,
+            pool.num_slots,
+            dtype=self.dtype,
+            device=self.device,
+            keep_hidden=needs_hidden(speculative),
+        )
         self.engine = Engine(
             self.config,
             runner,
@@ -175,7 +182,7 @@ class LLM:
             context_length=context,
             eos_ids=loaded.config.eos_ids,
             tokenizer=self.tokenizer,
-            drafter=drafter or make_drafter(self.config.speculative_config),
+            drafter=drafter or build_drafter(speculative, loaded, runner, pool, dtype=self.dtype),
         )
 
     def _default_cache_tokens(self, context: int) -> int:
@@ -312,13 +319,6 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def make_drafter(config: SpeculativeConfig | None) -> Drafter | None:
-    """The drafter that a configuration names; None without one or with candidate_length 0."""
-    if config is None or config.candidate_length == 0:
-        return None
-    return NgramDrafter(config.ngram_max, config.ngram_min)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

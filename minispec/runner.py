@@ -8,7 +8,8 @@ Taught in notebook 02 (KV cache: two programs in one).
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ import torch
 from minispec.attention.torch_backend import TorchAttention
 from minispec.core import Step, StepLayout
 from minispec.kv.pool import KVCache
-from minispec.models.llama import CausalLM
+from minispec.models.config import ModelConfig
+from minispec.models.llama import Attend, CausalLM
 
 
 class Runner(Protocol):
@@ -30,52 +32,94 @@ class Runner(Protocol):
         ...
 
 
-def pack(step: Step, table: np.ndarray) -> StepLayout:
-    """Flatten the rows of a step. `table` [rows, positions] holds the slot of every reserved position."""
-    q_lens = np.array([row.q_len for row in step.rows], dtype=np.int64)
-    starts = np.array([row.start for row in step.rows], dtype=np.int64)
-    table_rows = np.array([row.request.table_row for row in step.rows], dtype=np.int64)
-    first = np.cumsum(q_lens) - q_lens  # packed index of each row's first token
+class Segment(NamedTuple):
+    """Consecutive tokens of one sequence in a forward; logits are wanted for the last `num_logits` of them."""
+
+    table_row: int
+    start: int
+    token_ids: Sequence[int]
+    num_logits: int
+
+
+def segments_of(step: Step) -> list[Segment]:
+    """The rows of a step as a model sees them."""
+    return [Segment(row.request.table_row, row.start, row.token_ids, row.num_logits) for row in step.rows]
+
+
+def pack(segments: Sequence[Segment], table: np.ndarray) -> StepLayout:
+    """Flatten the segments of a forward. `table` [rows, positions] holds the slot of every reserved position."""
+    q_lens = np.array([len(s.token_ids) for s in segments], dtype=np.int64)
+    starts = np.array([s.start for s in segments], dtype=np.int64)
+    table_rows = np.array([s.table_row for s in segments], dtype=np.int64)
+    first = np.cumsum(q_lens) - q_lens  # packed index of each segment's first token
     positions = np.arange(q_lens.sum()) + np.repeat(starts - first, q_lens)
-    wanted = [np.arange(f + n - row.num_logits, f + n) for row, f, n in zip(step.rows, first, q_lens, strict=True)]
+    wanted = [np.arange(f + n - s.num_logits, f + n) for s, f, n in zip(segments, first, q_lens, strict=True)]
     return StepLayout(
         q_lens=q_lens,
         kv_lens=starts + q_lens,
         table_rows=table_rows,
-        token_ids=np.array([token for row in step.rows for token in row.token_ids], dtype=np.int64),
+        token_ids=np.array([token for s in segments for token in s.token_ids], dtype=np.int64),
         positions=positions,
         slots=table[np.repeat(table_rows, q_lens), positions].astype(np.int64),
         logit_rows=np.concatenate(wanted),
     )
 
 
-class ModelRunner:
-    """Runs one target model over a pool of `num_slots` slots.
+class Tenant:
+    """One model's K/V in the shared slots, and the attention that reads them.
 
-    Raises torch.OutOfMemoryError (or MemoryError) when the K/V tensors do not fit.
+    Target and draft model address the same slots through the same table, each in tensors of its own.
     """
 
-    def __init__(self, model: CausalLM, num_slots: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        config = model.config
-        self.model, self.device = model, device
-        self.vocab_size = config.vocab_size
-        self.weight_bytes = config.num_parameters * dtype.itemsize
-        self.cache = KVCache(
-            config.num_layers, num_slots, config.num_kv_heads, config.head_dim, dtype=dtype, device=device
-        )
+    def __init__(
+        self, config: ModelConfig, num_layers: int, num_slots: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.cache = KVCache(num_layers, num_slots, config.num_kv_heads, config.head_dim, dtype=dtype, device=device)
         self.attention = TorchAttention(config.num_heads, config.num_kv_heads, dtype=dtype, device=device)
 
-    @torch.inference_mode()
-    def forward(self, step: Step, table: np.ndarray) -> torch.Tensor:
-        """Logits [R, V] float32 of the positions that `step` wants; writes the K/V of all its tokens."""
-        layout = pack(step, table)
+    def attend(self, layout: StepLayout, table: np.ndarray) -> Attend:
+        """The `attend` of one forward: writes each layer's K/V to the layout's slots and reads its history."""
         plan = self.attention.plan(layout, table)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return self.attention.run(plan, self.cache.k[layer], self.cache.v[layer], q, k, v)
 
-        token_ids = torch.from_numpy(layout.token_ids).to(self.device)
-        positions = torch.from_numpy(layout.positions).to(self.device)
-        hidden = self.model.forward(token_ids, positions, attend)  # [N, H]
-        wanted = torch.from_numpy(layout.logit_rows).to(self.device)
+        return attend
+
+
+class ModelRunner:
+    """Runs one target model over a pool of `num_slots` slots.
+
+    `keep_hidden` adds the hidden pool: [num_slots, H], the target's hidden state (after its final norm) of the token
+    in each slot, which an MTP module reads. Raises torch.OutOfMemoryError (or MemoryError) when memory is short.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        num_slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        keep_hidden: bool = False,
+    ) -> None:
+        config = model.config
+        self.model, self.device = model, device
+        self.vocab_size = config.vocab_size
+        self.weight_bytes = config.num_parameters * dtype.itemsize
+        self.tenant = Tenant(config, config.num_layers, num_slots, dtype=dtype, device=device)
+        size = (num_slots, config.hidden_size)
+        self.hidden = torch.zeros(size, dtype=dtype, device=device) if keep_hidden else None
+
+    @torch.inference_mode()
+    def forward(self, step: Step, table: np.ndarray) -> torch.Tensor:
+        """Logits [R, V] float32 of the positions that `step` wants; writes K/V (and hidden) of all its tokens."""
+        layout = pack(segments_of(step), table)
+        token_ids, positions, slots, wanted = (
+            torch.from_numpy(array).to(self.device)
+            for array in (layout.token_ids, layout.positions, layout.slots, layout.logit_rows)
+        )
+        hidden = self.model.forward(token_ids, positions, self.tenant.attend(layout, table))  # [N, H]
+        if self.hidden is not None:
+            self.hidden.index_copy_(0, slots, hidden)
         return self.model.logits(hidden.index_select(0, wanted))  # [R, V]

@@ -162,6 +162,8 @@ class KVPool:
         self.allocator = PageAllocator(self.num_pages)
         self.table = SlotTable(num_rows, max_len, page_size)
         self.tree = RadixTree(page_size)  # stays empty when the cache is off
+        # Does the slot hold an exact draft row of its token? The drafter sets it; a slot starts without.
+        self.draft_exact = np.zeros(self.num_slots, dtype=bool)
 
     @property
     def num_free_pages(self) -> int:
@@ -214,6 +216,7 @@ class KVPool:
         pages = self.allocator.alloc(missing)
         slots = pages[:, None] * self.page_size + np.arange(self.page_size)  # [missing, page_size]
         row[start : start + slots.size] = slots.reshape(-1)
+        self.draft_exact[slots] = False
         request.num_pages += missing
         return True
 

@@ -101,11 +101,16 @@ class CausalLM(nn.Module):
         self.register_buffer("frequencies", frequencies.to(device), persistent=False)
         self.requires_grad_(False)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """token_ids, positions [N] int64 -> hidden [N, H] after the final norm. Calls `attend` once per layer."""
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, *, num_layers: int | None = None
+    ) -> torch.Tensor:
+        """token_ids, positions [N] int64 -> hidden [N, H] after the final norm. Calls `attend` once per layer.
+
+        `num_layers` stops after the first layers and norms what there is (early exit).
+        """
         x = self.embedding(token_ids)  # [N, H]
         cos, sin = self.rotary(positions)
-        for layer in self.layers:
+        for layer in self.layers[:num_layers]:
             x = layer(x, cos, sin, attend)
         return self.norm(x)
 

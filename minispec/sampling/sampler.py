@@ -43,11 +43,10 @@ class Outcome:
 
 
 @torch.inference_mode()
-def choose_tokens(logits: torch.Tensor, rows: Sequence[Row], q: torch.Tensor | None = None) -> list[Outcome]:
+def choose_tokens(logits: torch.Tensor, rows: Sequence[Row]) -> list[Outcome]:
     """Sample and verify all rows of a step at once.
 
-    logits: [R, V] float32, the rows' positions in order (1 + number of drafts each). q: [R, V] the distributions that
-    the drafts were drawn from, aligned with logits, or None when every draft was chosen deterministically.
+    logits: [R, V] float32, the rows' positions in order (1 + number of drafts each).
     """
     device = logits.device
     num_drafts = np.array([len(row.drafts) for row in rows])
@@ -61,7 +60,7 @@ def choose_tokens(logits: torch.Tensor, rows: Sequence[Row], q: torch.Tensor | N
     else:
         p = probabilities(processed, [row.request.params for row in rows for _ in range(row.num_logits)])  # [R, V]
         u_accept, u_sample = (torch.as_tensor(_uniforms(rows, purpose), device=device) for purpose in _VERIFY_PURPOSES)
-        verdict = verify(p, q, drafts, starts, counts, u_accept, u_sample)
+        verdict = verify(p, _draft_distributions(rows, drafts, p), drafts, starts, counts, u_accept, u_sample)
 
     bad = bad_rows(logits)
     accepted, next_ids, bad = verdict.accepted.tolist(), verdict.next_ids.tolist(), bad.tolist()
@@ -71,6 +70,19 @@ def choose_tokens(logits: torch.Tensor, rows: Sequence[Row], q: torch.Tensor | N
         failed = any(bad[row_start[b] : row_start[b] + len(tokens)])
         outcomes.append(Outcome(accepted[b], tokens, _logprobs(logits, row, row_start[b], tokens), failed))
     return outcomes
+
+
+def _draft_distributions(rows: Sequence[Row], drafts: torch.Tensor, p: torch.Tensor) -> torch.Tensor | None:
+    """q [R, V] in the order of `drafts` [R]; None when no draft was drawn by chance. Bonus rows hold anything."""
+    if all(row.q is None for row in rows):
+        return None
+    q = torch.zeros_like(p).scatter_(-1, drafts.clamp(min=0)[:, None], 1.0)  # one-hot where chosen without chance
+    start = 0
+    for row in rows:
+        if row.q is not None:
+            q[start : start + len(row.drafts)] = row.q
+        start += row.num_logits
+    return q
 
 
 _VERIFY_PURPOSES = (Purpose.ACCEPT, Purpose.SAMPLE)

@@ -23,13 +23,12 @@ class Proposal:
     """Draft tokens of one step.
 
     tokens: one list per request, at most as long as asked; an empty one means no idea, decode as usual.
-    q: None when every draft was chosen without chance (copied, or an argmax). Else float32 [R, V] on the target's
-    device, with R = sum of len(tokens[b]) + 1: for each draft the distribution that it was really drawn from, and
-    after the last draft of each request one row that is ignored. These are the rows of `verify`.
+    q: per request, the distributions that its drafts were really drawn from, float32 [len(tokens[b]), V] on the
+    target's device, or None when they were chosen without chance (copied, or an argmax). None for all of them.
     """
 
     tokens: list[list[int]]
-    q: Tensor | None = None
+    q: Sequence[Tensor | None] | None = None
 
 
 class Drafter(Protocol):

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from minispec.config import check_number
-from minispec.speculative.drafter import Proposal
+from minispec.speculative.drafter import Drafter, Proposal
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from minispec.core import Request
 
 
@@ -74,3 +76,27 @@ class NgramDrafter:
             if (end := index.ends.get(tuple(tokens[-n:]))) is not None:
                 return end
         return None
+
+
+class CopyFirst:
+    """Per request and step: the n-gram's copy where it has one, which costs nothing; else what `other` proposes."""
+
+    def __init__(self, ngram: NgramDrafter, other: Drafter) -> None:
+        self.ngram, self.other = ngram, other
+        self.name = f"{other.name}+{ngram.name}"
+
+    def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
+        """See `Drafter.propose`."""
+        tokens = self.ngram.propose(requests, candidate_lengths).tokens
+        q: list[Tensor | None] = [None] * len(requests)
+        rest = [b for b, draft in enumerate(tokens) if not draft]
+        if rest:
+            other = self.other.propose([requests[b] for b in rest], [candidate_lengths[b] for b in rest])
+            for i, b in enumerate(rest):
+                tokens[b], q[b] = other.tokens[i], other.q[i] if other.q else None
+        return Proposal(tokens, q)
+
+    def release(self, request: Request) -> None:
+        """See `Drafter.release`."""
+        self.ngram.release(request)
+        self.other.release(request)

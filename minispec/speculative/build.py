@@ -1,0 +1,101 @@
+"""From a configuration to a drafter: load what it needs and refuse pairs that cannot work.
+
+Knows: which drafter needs which weights. Does not know: how any of them drafts.
+Taught in notebook 12 (speculation inside the engine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedTokenizerBase
+
+from minispec.config import ConfigError, SpeculativeConfig
+from minispec.kv.pool import KVPool
+from minispec.models.config import ModelLoadError
+from minispec.models.loading import LoadedModel, load_model, read_tensors
+from minispec.models.mtp import load_mtp
+from minispec.runner import ModelRunner
+from minispec.speculative.drafter import Drafter
+from minispec.speculative.model import EarlyExitDrafter, MTPDrafter, StandaloneDrafter
+from minispec.speculative.ngram import CopyFirst, NgramDrafter
+
+BUILT_IN = ("ngram", "mtp", "early-exit")
+
+
+def needs_hidden(config: SpeculativeConfig | None) -> bool:
+    """True when the drafter reads the target's hidden states."""
+    return config is not None and config.candidate_length > 0 and "mtp" in config.drafters
+
+
+def build_drafter(
+    config: SpeculativeConfig | None, loaded: LoadedModel, runner: ModelRunner, pool: KVPool, *, dtype: torch.dtype
+) -> Drafter | None:
+    """The drafter that `config` names; None without one, or with candidate_length 0.
+
+    Raises ConfigError or ModelLoadError when it cannot be had or does not fit the target.
+    """
+    if config is None or config.candidate_length == 0:
+        return None
+    ngram = NgramDrafter(config.ngram_max, config.ngram_min)
+    others = [name for name in config.drafters if name != "ngram"]
+    if not others:
+        return ngram
+    other = _model_drafter(others[0], config, loaded, runner, pool, dtype)
+    return CopyFirst(ngram, other) if "ngram" in config.drafters else other
+
+
+def _model_drafter(
+    name: str, config: SpeculativeConfig, loaded: LoadedModel, runner: ModelRunner, pool: KVPool, dtype: torch.dtype
+) -> Drafter:
+    sampled = config.draft_sampling == "probabilistic"
+    if name == "mtp":
+        modules = load_mtp(_mtp_tensors(config.draft_head, loaded), loaded.model, dtype=dtype, device=runner.device)
+        return MTPDrafter(modules[0], runner, pool, dtype=dtype, sampled=sampled)
+    if name == "early-exit":
+        layers, most = config.early_exit_layers or max(1, loaded.config.num_layers // 4), loaded.config.num_layers - 1
+        if layers > most:
+            raise ConfigError(f"early_exit_layers must be from 1 to {most} for this model, got {layers}")
+        return EarlyExitDrafter(layers, runner, pool, sampled=sampled)
+    try:
+        draft = load_model(name, dtype=dtype, device=runner.device)
+    except ModelLoadError as error:
+        raise ConfigError(f"draft_model is none of {', '.join(BUILT_IN)} and no model: {error}") from error
+    check_same_tokenizer(loaded.tokenizer, draft.tokenizer)
+    return StandaloneDrafter(draft.model, pool, runner.vocab_size, dtype=dtype, device=runner.device, sampled=sampled)
+
+
+def _mtp_tensors(head: str | None, loaded: LoadedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    if head is None:
+        source = Path(loaded.source)
+        if not source.is_dir():
+            raise ConfigError(f"{source} holds no MTP module that we can read; name a head file in draft_head")
+        yield from read_tensors(source)
+        return
+    try:
+        with safe_open(head, framework="pt") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"draft_head {head} is not a complete safetensors file: {error}") from error
+
+
+def check_same_tokenizer(target: PreTrainedTokenizerBase | None, draft: PreTrainedTokenizerBase | None) -> None:
+    """Raise ConfigError unless both map the same text to the same ids. Padded embeddings are no difference."""
+    if target is None or draft is None:
+        return
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    if len(ours) != len(theirs):
+        raise ConfigError(
+            f"the draft model's tokenizer has {len(theirs)} tokens and the target's {len(ours)}: they must be the same"
+        )
+    token = min(t for t in ours if theirs.get(t) != ours[t])
+    raise ConfigError(
+        f"the tokenizers have {len(ours)} tokens each but differ: {token!r} is {ours[token]} for the target and "
+        f"{theirs.get(token, 'missing')} for the draft model"
+    )

@@ -1,0 +1,239 @@
+"""Model drafters: every one is lossless, rows are exact in every mode, and what is right is always accepted."""
+
+from __future__ import annotations
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_engine_matrix import prompts_for
+from tiny_checkpoints import tiny_tokenizer, write_tiny_checkpoint
+from tools import assert_idle, assert_same_ids, reference_greedy
+
+from minispec import LLM, SamplingParams
+from minispec.attention.naive import CausalAttention
+from minispec.config import ConfigError
+from minispec.models.config import ModelLoadError
+from minispec.models.mtp import FAMILIES, MTPModule
+from minispec.speculative.build import check_same_tokenizer
+from minispec.speculative.model import MTPDrafter
+
+MAX_TOKENS = 12
+MODES = list(product((1, 4, 16), (True, False), (3, None), (1, 4)))  # page size, radix, chunk, K
+
+
+def greedy(n: int = MAX_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+
+
+def write_head(path, config, family: str = "deepseek"):
+    """A random MTP module in a family's own names, as a safetensors file."""
+    torch.manual_seed(3)
+    module = MTPModule(config, hidden_first=family == "mimo")
+    prefix = {"deepseek": f"model.layers.{config.num_layers}.", "mimo": "model.mtp_layers.0."}[family]
+    tensors = {}
+    for name, view in module.weight_views(FAMILIES[family][1]).items():
+        tensors[prefix + name] = torch.randn(view.shape) * 0.2 + ("norm" in name)
+    save_file(tensors, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A tiny target, an MTP head for it, the prompts of the matrix and the reference's ids."""
+    folder = tmp_path_factory.mktemp("target")
+    write_tiny_checkpoint(folder, "llama")
+    llm = LLM(str(folder), dtype="float32", kv_cache_tokens=64)
+    head = write_head(folder.parent / "head.safetensors", llm.model_config)
+    prompts = prompts_for(6, llm.model_config.vocab_size)
+    return folder, head, prompts, [reference_greedy(llm.model, prompt, MAX_TOKENS) for prompt in prompts]
+
+
+def make(folder, speculative, **options) -> LLM:
+    options = {"kv_cache_tokens": 1024, "check_every_step": True, **options}
+    return LLM(str(folder), dtype="float32", speculative_config=speculative, **options)
+
+
+def config_for(kind: str, tiny) -> dict:
+    folder, head, *_ = tiny
+    return {
+        "mtp": {"draft_model": "mtp", "draft_head": str(head)},
+        "mtp+ngram": {"draft_model": ["mtp", "ngram"], "draft_head": str(head), "ngram_min": 1},
+        "early-exit": {"draft_model": "early-exit", "early_exit_layers": 1},
+        "itself": {"draft_model": str(folder)},
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["mtp", "mtp+ngram", "early-exit", "itself"])
+@pytest.mark.parametrize("page_size,radix,chunk,k", MODES)
+def test_every_drafter_gives_reference_ids_in_every_mode(tiny, kind, page_size, radix, chunk, k):
+    folder, _, prompts, expected = tiny
+    llm = make(
+        folder,
+        config_for(kind, tiny) | {"candidate_length": k},
+        page_size=page_size,
+        enable_radix_cache=radix,
+        chunked_prefill_size=chunk,
+    )
+    for _ in range(2):  # the second round meets a warm cache
+        for output, (ids, margin) in zip(llm.generate(prompts, greedy()), expected, strict=True):
+            assert_same_ids(output.token_ids, ids, margin)
+    assert llm.metrics()["drafter_faults"] == 0
+    counts = llm.engine.metrics.speculation
+    assert counts.drafted > 0
+    if kind == "itself":
+        assert counts.accepted == counts.drafted
+    assert_idle(llm.engine)
+
+
+def mtp_rows(drafter: MTPDrafter, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the MTP rows 1 .. n-1, recomputed from nothing."""
+    ids, n = torch.tensor(tokens), len(tokens)
+    hidden = drafter.target.forward(ids, torch.arange(n), CausalAttention())
+    seen = []
+
+    def attend(layer, q, k, v):
+        seen.append((k, v))
+        return CausalAttention()(layer, q, k, v)
+
+    cos, sin = drafter.target.rotary(torch.arange(n - 1))
+    drafter.module(drafter.target.embedding(ids[1:]), hidden[:-1], cos, sin, attend)
+    return seen[0]
+
+
+@pytest.mark.parametrize("page_size,radix,chunk,k", MODES)
+def test_draft_rows_that_are_called_exact_are_exact(tiny, page_size, radix, chunk, k):
+    """After every step of every request, in every mode: no row of a rejected draft, of a chunk border or of another
+    request's prefix is ever taken for an exact one."""
+    folder, head, prompts, _ = tiny
+    speculative = {"draft_model": "mtp", "draft_head": str(head), "candidate_length": k}
+    llm = make(folder, speculative, page_size=page_size, enable_radix_cache=radix, chunked_prefill_size=chunk)
+    drafter, pool, checked = llm.engine.drafter, llm.engine.pool, 0
+    drafter.tenant.cache.k.fill_(float("nan"))  # a hole would not go unseen
+    for prompt in prompts:
+        llm.engine.add(prompt, greedy())
+    while llm.engine.has_work:
+        llm.engine.step()
+        for request in llm.engine.scheduler.running:
+            end = drafter.cursor(request)
+            if end > 1 and not request.in_prefill:
+                slots = torch.from_numpy(pool.slots(request)[1:end])
+                keys, values = mtp_rows(drafter, request.tokens)
+                torch.testing.assert_close(drafter.tenant.cache.k[0, slots], keys[: end - 1], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(drafter.tenant.cache.v[0, slots], values[: end - 1], atol=1e-4, rtol=1e-4)
+                checked += end
+    assert checked > 500
+    if radix:  # rows of a cached prefix are used again, up to the last whole page
+        [request] = llm.engine.add(prompts[0] + [5, 6, 7], greedy(8))
+        while request.num_output < 1:
+            llm.engine.step()
+        assert drafter.cursor(request) >= request.metrics.cached_tokens > 0
+
+
+def test_acceptance_with_a_prefix_hit_equals_acceptance_without(tiny):
+    folder, head, prompts, _ = tiny
+    speculative = {"draft_model": "mtp", "draft_head": str(head), "candidate_length": 3}
+    llm = make(folder, speculative, page_size=4)
+    for prompt in prompts[:-1]:
+        [cold], [warm] = llm.generate(prompt, greedy(30)), llm.generate(prompt, greedy(30))
+        assert cold.metrics.accepted_per_step == warm.metrics.accepted_per_step
+        assert cold.token_ids == warm.token_ids
+
+
+def test_preemption_and_pauses_only_leave_gaps_that_are_closed(tiny):
+    folder, head, prompts, expected = tiny
+    for kind in ("mtp", "itself"):
+        llm = make(
+            folder, config_for(kind, tiny) | {"candidate_length": 3}, page_size=1, kv_cache_tokens=90, context_length=80
+        )
+        for prompt in prompts[:5]:
+            llm.engine.add(prompt, greedy())
+        drafter, step = llm.engine.drafter, 0
+        requests = list(llm.engine.requests.values())
+        while llm.engine.has_work:
+            llm.engine.drafter = drafter if step % 3 else None  # a pause with K = 0 in every third step
+            llm.engine.step()
+            step += 1
+        assert llm.engine.scheduler.preemptions > 0
+        for request, (ids, margin) in zip(requests, expected, strict=False):
+            assert_same_ids(request.output, ids, margin)
+        if kind == "itself":
+            assert llm.engine.metrics.speculation.acceptance_rate == 1.0
+        assert_idle(llm.engine)
+
+
+@pytest.mark.parametrize("sampling", ["probabilistic", "greedy"])
+def test_a_draft_equal_to_the_target_is_always_accepted_when_sampling(tiny, sampling):
+    folder, _, prompts, _ = tiny
+    llm = make(folder, {"draft_model": str(folder), "candidate_length": 4, "draft_sampling": sampling})
+    params = SamplingParams(temperature=0.9, top_p=0.95, frequency_penalty=0.4, max_tokens=20, seed=4, ignore_eos=True)
+    llm.generate(prompts, params)
+    rate = llm.engine.metrics.speculation.acceptance_rate
+    assert rate > 0.999 if sampling == "probabilistic" else 0 < rate < 0.9  # p = q, but for the last bit of float32
+
+
+def test_a_draft_model_with_a_shorter_context_stops_there(tiny, tmp_path):
+    folder, _, prompts, _ = tiny
+    short = write_tiny_checkpoint(tmp_path, "llama", max_position_embeddings=32)
+    llm = make(folder, {"draft_model": str(short), "candidate_length": 3}, context_length=64)
+    prompt = prompts[0][:20]
+    [output] = llm.generate(prompt, greedy(40))
+    assert_same_ids(output.token_ids, *reference_greedy(llm.model, prompt, 40))
+    drafted = llm.engine.metrics.speculation.drafted
+    assert drafted > 0 and llm.metrics()["drafter_faults"] == 0
+    llm.generate((prompts[0] * 3)[:40], greedy(10))
+    assert llm.engine.metrics.speculation.drafted == drafted
+
+
+@pytest.mark.parametrize("vocab_size", [280, 320])
+def test_padded_vocabularies_are_accepted_both_ways(tiny, tmp_path, vocab_size):
+    folder, _, prompts, _ = tiny
+    draft = write_tiny_checkpoint(tmp_path, "llama", vocab_size=vocab_size)
+    llm = make(folder, {"draft_model": str(draft), "candidate_length": 3})
+    padding = {token: -1e6 for token in range(280, 300)}  # a trained target never writes what no text is made of
+    params = SamplingParams(temperature=1.0, max_tokens=20, seed=4, ignore_eos=True, logit_bias=padding)
+    outputs = llm.generate([[t % 280 for t in prompt] for prompt in prompts], params)
+    assert llm.metrics()["drafter_faults"] == 0 and llm.engine.metrics.speculation.drafted > 0
+    assert all(token < 280 for output in outputs for token in output.token_ids)
+
+
+def test_a_different_tokenizer_is_refused_with_both_facts():
+    ours, theirs, swapped = (copy.deepcopy(tiny_tokenizer()) for _ in range(3))
+    check_same_tokenizer(ours, theirs)
+    theirs.add_tokens(["<extra>"])
+    with pytest.raises(ConfigError, match=f"{len(ours)}.*same"):
+        check_same_tokenizer(ours, theirs)
+    ours.add_tokens(["<one>"])
+    swapped.add_tokens(["<other>"])
+    with pytest.raises(ConfigError, match="<one>.*missing"):
+        check_same_tokenizer(ours, swapped)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_heads_are_found_by_name_in_each_family(tiny, tmp_path, family):
+    folder, _, prompts, expected = tiny
+    head = write_head(tmp_path / "head.safetensors", LLM(str(folder), kv_cache_tokens=64).model_config, family)
+    llm = make(folder, {"draft_model": "mtp", "draft_head": str(head)})
+    assert llm.engine.drafter.module.hidden_first == (family == "mimo")
+    [output] = llm.generate(prompts[0], greedy())
+    assert_same_ids(output.token_ids, *expected[0])
+
+
+def test_what_cannot_be_drafted_with_is_refused_in_one_sentence(tiny, tmp_path):
+    folder, head, *_ = tiny
+    with pytest.raises(ModelLoadError, match="no MTP module"):
+        make(folder, {"draft_model": "mtp"})
+    with pytest.raises(ModelLoadError, match="not a complete safetensors"):
+        make(folder, {"draft_model": "mtp", "draft_head": str(tmp_path / "none")})
+    with pytest.raises(ConfigError, match="early_exit_layers must be from 1 to 2 for this model, got 3"):
+        make(folder, {"draft_model": "early-exit", "early_exit_layers": 3})
+    with pytest.raises(ConfigError, match="draft_head.*only read when"):
+        make(folder, {"draft_model": "ngram", "draft_head": "x"})
+    for names in (["mtp", "early-exit"], ["ngram", "ngram"], [], 5, [""]):
+        with pytest.raises(ConfigError, match="draft_model"):
+            make(folder, {"draft_model": names})
+    other = write_tiny_checkpoint(tmp_path / "wide", "llama", hidden_size=48)
+    with pytest.raises(ModelLoadError, match=r"enorm.weight has contradicting shapes: \[32\].*\[48\]"):
+        make(other, {"draft_model": "mtp", "draft_head": str(head)})
