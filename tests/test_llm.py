@@ -308,3 +308,50 @@ def test_importing_the_package_is_light_and_never_imports_flashinfer():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["False", "False"]
+
+
+def test_a_start_token_is_added_to_text_and_never_doubled_in_a_chat(folder):
+    llm = LLM(folder, dtype="float32", kv_cache_tokens=64)
+    calls = []
+
+    class Recorder:
+        chat_template = "x"
+
+        def __getattr__(self, name):
+            return getattr(type(self).inner, name)
+
+        def encode(self, text, add_special_tokens=True):
+            calls.append(add_special_tokens)
+            return [7, 8]
+
+        def apply_chat_template(self, messages, **options):
+            return "framed"
+
+    Recorder.inner = llm.tokenizer
+    llm.tokenizer = Recorder()
+    llm.generate("text", GREEDY)
+    llm.chat(USER, GREEDY)
+    llm.stream(USER, GREEDY).close()
+    assert calls == [True, False, False]
+
+
+def test_a_stream_that_fails_says_so(llm, monkeypatch):
+    monkeypatch.setattr(llm.model, "logits", lambda hidden: llm_logits(hidden) * float("nan"))
+    with pytest.raises(RuntimeError, match="not finite"):
+        list(llm.stream("one", GREEDY))
+    assert llm.generate("one", GREEDY)[0].outputs[0].error and not llm.engine.requests
+
+
+def llm_logits(hidden):
+    import torch
+
+    return torch.ones(len(hidden), 300)
+
+
+def test_text_held_back_is_shown_when_a_request_is_aborted(llm):
+    [whole] = llm.generate("one", GREEDY)
+    stream = llm.stream("one", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=[whole.text + "!"]))
+    for _ in range(6):
+        assert next(stream) == ""
+    llm.abort(stream.request.id)
+    assert whole.text.startswith("".join(stream)) and stream.request.text.text

@@ -270,3 +270,31 @@ def test_a_thousand_random_requests_through_a_pool_far_too_small(page_size, radi
         else:
             assert request.output == expected and request.finish_reason == "length"
     assert_idle(engine)
+
+
+def test_a_preempted_request_finds_what_it_had_computed():
+    logits_of = markov()
+    engine = tag_engine(logits_of, slots=64, page_size=1, max_num_seqs=6, context_length=64)
+    requests = run(engine, [[i, i + 1, i + 2] for i in range(6)], greedy(24))
+    preempted = [r for r in requests if r.metrics.preemptions]
+    assert preempted and any(r.cached_len > 3 for r in preempted)
+    assert all(r.metrics.cached_tokens == 0 for r in requests)
+
+
+def test_nobody_waits_for_a_prefix_that_is_already_cached():
+    engine = tag_engine(page_size=4, max_num_seqs=4, chunked_prefill_size=8)
+    shared = [i % 12 for i in range(40)]
+    run(engine, [shared], greedy(1))
+    slow, quick = (r for tail in ([5] * 30, [6]) for r in engine.add(shared + tail, greedy(4)))
+    engine.step()
+    assert quick.status is Status.RUNNING and slow.in_prefill
+    finish(engine)
+
+
+def test_the_oldest_prompt_is_read_first():
+    engine = tag_engine(max_num_batched_tokens=8, max_num_seqs=4)
+    older, younger = (r for p in ([1] * 20, [2] * 20) for r in engine.add(p, greedy(1)))
+    while not older.finished:
+        engine.step()
+    assert younger.kv_len < 8
+    finish(engine)

@@ -236,8 +236,8 @@ def test_sampled_text_has_the_target_distribution(drafter):
     engine = tag_engine(
         logits_of, vocab_size=4, drafter=made, max_num_seqs=64, max_num_batched_tokens=2048, slots=4096, page_size=1
     )
-    params = SamplingParams(temperature=0.8, top_k=3, max_tokens=4)
     n = 3000
+    params = [SamplingParams(temperature=0.8, top_k=3, max_tokens=4, seed=i) for i in range(n)]
     prompt = [0, 1, 2, 3, 0, 2, 1, 0]
     requests = run(engine, [prompt] * n, params)
 
@@ -285,3 +285,67 @@ def test_the_drafter_forgets_requests_that_end():
     engine.abort("a")
     finish(engine)
     assert not drafter._indexes
+
+
+def test_what_a_failed_request_computed_is_not_kept():
+    bad = True
+
+    def logits_of(tokens):
+        return [float("nan")] * 12 if bad and len(tokens) > 14 else markov_logits(tokens)
+
+    markov_logits = markov()
+    engine = tag_engine(logits_of, page_size=1)
+    prompt = [i % 12 for i in range(10)]
+    [failed] = run(engine, [prompt])
+    assert failed.finish_reason == "error" and failed.num_output == 5
+    bad = False
+    [again] = run(engine, [prompt + failed.output])
+    assert again.metrics.cached_tokens == len(prompt)  # shared when its logits were still good; the rest went
+
+
+class DrawingDrafter:
+    """Draws drafts from a distribution of its own and reports it, or lies that it was uniform."""
+
+    name = "drawing"
+
+    def __init__(self, logits_of, lie=False):
+        self.logits_of, self.lie = logits_of, lie
+        self.generator = torch.Generator().manual_seed(0)
+
+    def propose(self, requests, candidate_lengths):
+        tokens, q = [], []
+        for request, k in zip(requests, candidate_lengths, strict=True):
+            drafts, rows = [], []
+            for _ in range(k):
+                row = torch.tensor(self.logits_of(request.tokens + drafts)).float().softmax(-1)
+                drafts.append(int(torch.multinomial(row, 1, generator=self.generator)))
+                rows.append(torch.full_like(row, 1 / len(row)) if self.lie else row)
+            tokens.append(drafts)
+            q.append(torch.stack(rows))
+        return Proposal(tokens, q)
+
+    def release(self, request):
+        pass
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_drafts_drawn_by_chance_leave_the_target_distribution_as_it_is(k):
+    """Chi-square per position. The control: a drafter that reports another q than it drew from biases the text."""
+    logits_of, other = markov(vocab_size=4, order=1, seed=5), markov(vocab_size=4, order=1, seed=8)
+    table = [torch.tensor(logits_of([token])).softmax(-1).numpy() for token in range(4)]
+    fits = {}
+    for lie in (False, True):
+        drafter = DrawingDrafter(other, lie)
+        options = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "slots": 4096, "page_size": 1}
+        engine = tag_engine(logits_of, vocab_size=4, drafter=drafter, candidate_length=k, **options)
+        requests = run(engine, [[0, 1, 2, 3]] * 1500, [SamplingParams(max_tokens=4, seed=i) for i in range(1500)])
+        assert 0.1 < engine.metrics.speculation.acceptance_rate < 0.95
+        fits[lie] = []
+        for place in (1, 2, 3):
+            seen = Counter((r.output[place - 1], r.output[place]) for r in requests)
+            before = Counter(r.output[place - 1] for r in requests)
+            cells = [(a, b) for a, b in product(range(4), repeat=2) if before[a] * table[a][b] >= 5]
+            expected = {(a, b): before[a] * table[a][b] for a, b in cells}
+            fits[lie].append(sum((seen[c] - expected[c]) ** 2 / expected[c] for c in cells) / len(cells))
+    assert max(fits[False]) < 3.0  # chi-square per cell: about 1 when the distribution is right
+    assert max(fits[True]) > 6.0
