@@ -10,7 +10,8 @@ Taught in notebook 00 (the map).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -23,8 +24,8 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, i
     """Raise ConfigError unless `value` is a finite number (a whole one if `integer`) with low <= value <= high."""
     kind = "a whole number" if integer else "a number"
     limit = f"from {low} to {high}" if high != math.inf else f">= {low}"
-    good_type = isinstance(value, int) if integer else isinstance(value, (int, float))
-    if isinstance(value, bool) or not good_type or not math.isfinite(value) or not low <= value <= high:
+    good_type = isinstance(value, numbers.Integral if integer else numbers.Real) and not isinstance(value, bool)
+    if not good_type or value != value or value in (math.inf, -math.inf) or not low <= value <= high:
         raise ConfigError(f"{name} must be {kind} {limit}, got {value!r}")
 
 
@@ -65,10 +66,10 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     min_tokens: int = 0
     max_tokens: int | None = 128
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     seed: int | None = None
@@ -98,10 +99,10 @@ class SamplingParams:
             check_number("logprobs", self.logprobs, 0, 100, integer=True)
         check_bool("ignore_eos", self.ignore_eos)
         check_bool("skip_special_tokens", self.skip_special_tokens)
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stop, (Sequence, Set)) or not all(isinstance(s, str) and s for s in stop):
             raise ConfigError(f"stop must be a non-empty string or a list of them, got {self.stop!r}")
-        if not isinstance(self.stop_token_ids, Sequence) or isinstance(self.stop_token_ids, str):
+        if not isinstance(self.stop_token_ids, (Sequence, Set)) or isinstance(self.stop_token_ids, str):
             raise ConfigError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
         for token in self.stop_token_ids:
             check_number("stop_token_ids", token, 0, integer=True)
@@ -112,6 +113,7 @@ class SamplingParams:
             check_number(f"logit_bias[{token}]", bias, -1e6, 1e6)
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change later
 
     @property
     def greedy(self) -> bool:

@@ -6,11 +6,11 @@ many tokens they bring.
 
     tokens     p0 p1 p2 p3 | t4 t5 t6              prompt | output, all committed
     kv_len     ------------------^                 positions whose target K/V is valid (here 6, token 6 is pending)
-    cached_len ----^                               found in the radix tree at admission
+    cached_len ----^                               found in the radix tree at the latest admission
     tree_len   --------^                           owned by the radix tree now (locked), a whole number of pages
     slots      one per position up to allocated    [0, tree_len) the tree's, [tree_len, allocated) the request's own
 
-Between steps: 0 <= cached_len <= kv_len < len(tokens), and kv_len == len(tokens) - 1 for a decoding request.
+While it runs, between steps: 0 <= cached_len <= kv_len < len(tokens), and kv_len == len(tokens) - 1 once it decodes.
 
 Does not know: who schedules, stores or computes. Taught in notebook 00 (the map).
 """
@@ -84,7 +84,8 @@ class Request:
     seed: int  # key of its random numbers; params.seed or drawn once at admission
     max_len: int  # most tokens, prompt and output together
     eos_ids: frozenset[int] = frozenset()
-    index: int = 0  # which of the n completions of its prompt
+    group: str = ""  # what the n completions of one prompt have in common
+    index: int = 0  # which of them
     text: TextStream | None = None
     on_token: Callable[[TokenEvent], None] | None = None  # called as each token is committed
 

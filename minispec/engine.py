@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING
 
-from minispec.config import ConfigError, EngineConfig, SamplingParams
+from minispec.config import ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from minispec.core import Request, Row, Status, Step, TokenEvent, TokenKind
 from minispec.kv.pool import KVPool
 from minispec.metrics import EngineMetrics
@@ -26,14 +31,17 @@ from minispec.runner import Runner
 from minispec.sampling.rng import child_seed
 from minispec.sampling.sampler import Outcome, choose_tokens
 from minispec.scheduler import Scheduler
-from minispec.speculative.drafter import Drafter
+from minispec.speculative.drafter import Drafter, Proposal
 from minispec.text import TextStream
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs requests over one model.
+    """Runs requests over one model. It belongs to one thread; only `add` and `abort` may be called from a callback.
 
     runner: the target model. pool: its slots. context_length: most tokens of one request (cut to the pool's size).
     drafter: proposes tokens to verify, or None. tokenizer: turns ids into text (None: ids only).
@@ -59,6 +67,10 @@ class Engine:
         self.requests: dict[str, Request] = {}  # everything not finished
         self._ids = itertools.count()
         self._seeds = random.SystemRandom()
+        self._stepping = False
+        self._abort_later: set[str] = set()  # ids whose abort came from inside a step
+        if self.context_length < 2:
+            raise ConfigError(f"a context of {self.context_length} tokens cannot hold a prompt and an output token")
 
     # Requests come and go ------------------------------------------------------------------------------------
 
@@ -78,7 +90,9 @@ class Engine:
         prompt = self.check_prompt(prompt)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
-        base = request_id if request_id is not None else f"request-{next(self._ids)}"
+        if params.stop and self.tokenizer is None:
+            raise ConfigError(f"stop {params.stop} needs text, and this model has no tokenizer: use stop_token_ids")
+        base = request_id if request_id is not None else self._new_id()
         names = [base if params.n == 1 else f"{base}.{i}" for i in range(params.n)]
         for name in names:
             if name in self.requests:
@@ -90,6 +104,7 @@ class Engine:
         for index, name in enumerate(names):
             request = Request(
                 id=name,
+                group=base,
                 prompt=prompt,
                 params=params,
                 seed=seed if index == 0 else child_seed(seed, index),
@@ -106,7 +121,10 @@ class Engine:
 
     def check_prompt(self, prompt: Sequence[int]) -> list[int]:
         """The prompt as a list of plain ints; raises ConfigError when it cannot be run."""
-        prompt = [int(token) for token in prompt]
+        try:
+            prompt = [_token_id(token) for token in prompt]
+        except TypeError as error:
+            raise ConfigError(f"a prompt must be a list of token ids, got {prompt!r:.80}") from error
         if not prompt:
             raise ConfigError("the prompt is empty: at least one token is needed")
         if len(prompt) >= self.context_length:
@@ -123,12 +141,22 @@ class Engine:
                 raise ConfigError(f"{what} holds token id {token}, outside the vocabulary of {self.runner.vocab_size}")
 
     def abort(self, request_id: str) -> bool:
-        """End a request now, in whatever state it is. False when no such request is running (that is no error)."""
-        request = self.requests.get(request_id)
-        if request is None:
-            return False
-        self._finish(request, "abort")
-        return True
+        """End a request now, or all completions of a prompt; False when none of that name runs (that is no error).
+
+        During a step (from a callback, or from the garbage collector) it takes effect when the step ends, and no
+        further token of it is committed or reported before.
+        """
+        found = [r for r in self.requests.values() if request_id in (r.id, r.group)]
+        for request in found:
+            if self._stepping:
+                self._abort_later.add(request.id)
+            else:
+                self._finish(request, "abort")
+        return bool(found)
+
+    def _new_id(self) -> str:
+        taken = {request.group for request in self.requests.values()} | set(self.requests)
+        return next(name for name in map("request-{}".format, self._ids) if name not in taken)
 
     @property
     def has_work(self) -> bool:
@@ -137,7 +165,24 @@ class Engine:
     # One step ------------------------------------------------------------------------------------------------
 
     def step(self) -> Step:
-        """One forward for everybody whose turn it is. Returns what was run (an empty step when nothing is queued)."""
+        """One forward for everybody whose turn it is. Returns what was run (an empty step when nothing is queued).
+
+        Ctrl-C takes effect when the step is done. An exception of the model passes through; the requests are still
+        there and the next step computes them again.
+        """
+        if self._stepping:
+            raise RuntimeError("a step is running already: an engine belongs to one thread, callbacks must not step it")
+        self._stepping = True
+        with hold_interrupts():
+            try:
+                return self._step()
+            finally:
+                self._stepping = False
+                for request_id in self._abort_later & set(self.requests):
+                    self.abort(request_id)
+                self._abort_later.clear()
+
+    def _step(self) -> Step:
         with self._timed("plan"):
             step = self.scheduler.plan(self._candidate_length())
         if not step.rows:
@@ -156,7 +201,7 @@ class Engine:
         return step
 
     def _candidate_length(self) -> int:
-        return self.config.speculative_config.candidate_length if self.drafter else 0
+        return (self.config.speculative_config or SpeculativeConfig()).candidate_length if self.drafter else 0
 
     def _draft(self, step: Step) -> None:
         """Fill `row.drafts` and `row.q`. A drafter that fails costs its draft, never a request."""
@@ -165,15 +210,30 @@ class Engine:
             return
         try:
             proposal = self.drafter.propose([row.request for row in rows], [row.max_drafts for row in rows])
-            for tokens, row in zip(proposal.tokens, rows, strict=True):
-                if len(tokens) > row.max_drafts or not all(0 <= t < self.runner.vocab_size for t in tokens):
-                    raise ValueError(f"draft {tokens} for {row.max_drafts} places")
+            drafts = self._checked(proposal, rows)
         except Exception:
-            log.exception("the drafter %s failed; this step runs without drafts", self.drafter.name)
-            self.metrics.drafter_faults += 1
+            self._drafter_fault("this step runs without drafts")
             return
+        for row, (tokens, q) in zip(rows, drafts, strict=True):
+            row.drafts, row.q = tokens, q
+
+    def _checked(self, proposal: Proposal, rows: list[Row]) -> list[tuple[list[int], torch.Tensor | None]]:
+        """The drafts as plain ints with their q; ValueError or TypeError when they are not what was asked for."""
+        vocab, drafts = self.runner.vocab_size, []
         for row, tokens, q in zip(rows, proposal.tokens, proposal.q or [None] * len(rows), strict=True):
-            row.drafts, row.q = list(tokens), q
+            tokens = [operator.index(token) for token in tokens]
+            if len(tokens) > row.max_drafts or not all(0 <= token < vocab for token in tokens):
+                raise ValueError(f"draft {tokens} for {row.max_drafts} places and a vocabulary of {vocab}")
+            if q is not None and tuple(q.shape) != (len(tokens), vocab):
+                raise ValueError(f"q has shape {list(q.shape)}, expected {[len(tokens), vocab]}")
+            drafts.append((tokens, q))
+        return drafts
+
+    def _drafter_fault(self, consequence: str) -> None:
+        """Log the exception being handled, and count it."""
+        name = getattr(self.drafter, "name", type(self.drafter).__name__)
+        log.exception("the drafter %s failed; %s", name, consequence)
+        self.metrics.drafter_faults += 1
 
     def _commit(self, step: Step, outcomes: list[Outcome]) -> None:
         """Give each request its tokens and set its cursors to the committed end."""
@@ -182,17 +242,20 @@ class Engine:
         by_row = dict(zip(map(id, step.sampled), outcomes, strict=True))
         for row in step.rows:
             request = row.request
+            if request.id in self._abort_later:
+                continue
             request.metrics.forwards += 1
             request.metrics.computed_tokens += row.q_len
             was_prefill = request.in_prefill
             request.kv_len = row.start + row.num_committed
             outcome = by_row.get(id(row))
-            if outcome is None:
+            if outcome is None:  # a chunk of a prompt; others that begin alike need not wait for its end
+                self.pool.commit_prefix(request)
                 continue
             if outcome.failed:
-                self._fail(request, "the model returned logits that are not finite")
+                self._fail(request, "no token can be chosen: the logits are not finite, or every token is forbidden")
                 continue
-            if was_prefill:  # from here on, others may share the prompt
+            if was_prefill:
                 self.pool.commit_prefix(request)
             self._append(row, outcome)
 
@@ -210,6 +273,8 @@ class Engine:
             reason, text = self._read(request, token)
             if reason is None:
                 self._emit(request, TokenEvent(token, kind, text, None))
+                if request.id in self._abort_later:  # the consumer has had enough
+                    break
                 continue
             request.kv_len = len(request.tokens) - 1
             self._count(row, outcome, emitted)
@@ -245,10 +310,13 @@ class Engine:
     def _finish(self, request: Request, reason: str, event: TokenEvent | None = None) -> None:
         """The only way out: give everything back and say so once."""
         request.finish_reason = reason
-        self.scheduler.remove(request, keep=reason != "error")
-        if self.drafter:
-            self.drafter.release(request)
         del self.requests[request.id]
+        self.scheduler.remove(request, keep=reason != "error")
+        try:
+            if self.drafter:
+                self.drafter.release(request)
+        except Exception:
+            self._drafter_fault(f"it may still keep something of {request.id}")
         request.metrics.finished_s = time.perf_counter() - request.created
         self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
         self.metrics.prompt_tokens += len(request.prompt)
@@ -274,6 +342,30 @@ class Engine:
         started = time.perf_counter()
         yield
         self.metrics.add_seconds(phase, time.perf_counter() - started)
+
+
+@contextmanager
+def hold_interrupts() -> Iterator[None]:
+    """Ctrl-C waits until the block is done, so that no bookkeeping is cut in half. Does nothing off the main thread."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if caught:
+            before(*caught[0])
+
+
+def _token_id(token: object) -> int:
+    """A plain int; TypeError for anything that is no whole number (True and False are none)."""
+    if isinstance(token, bool):
+        raise TypeError(f"{token} is no token id")
+    return operator.index(token)
 
 
 def _kinds(row: Row, outcome: Outcome) -> list[TokenKind]:

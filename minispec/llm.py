@@ -9,8 +9,10 @@ Taught in notebook 00 (the map).
 from __future__ import annotations
 
 import logging
+import operator
+import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -125,12 +127,13 @@ class Stream(Iterator[Piece]):
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "request"):  # a refused prompt never became one
+        # A refused prompt never became a request; and at the interpreter's end half of the modules are gone.
+        if hasattr(self, "request") and not sys.is_finalizing():
             self.close()
 
 
 class LLM:
-    """A model with its engine.
+    """A model with its engine. It belongs to one thread.
 
     model: "smollm2-135m" (fetched once, then offline), a folder in Hugging Face layout, a .gguf file, or "org/name".
     dtype: "auto", "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda", "cuda:1".
@@ -160,6 +163,8 @@ class LLM:
         self.model, self.tokenizer, self.model_config = loaded.model, loaded.tokenizer, loaded.config
         context = min(loaded.config.context_length, self.config.context_length or loaded.config.context_length)
         num_slots = self.config.kv_cache_tokens or self._default_cache_tokens(context)
+        if self.config.page_size > num_slots:
+            raise ConfigError(f"page_size {self.config.page_size} is larger than the whole pool of {num_slots} tokens")
         pool = KVPool(
             num_slots,
             self.config.page_size,
@@ -171,6 +176,7 @@ class LLM:
         runner = ModelRunner(
             self.model,
             pool.num_slots,
+            num_text_tokens=len(self.tokenizer) if self.tokenizer else None,
             dtype=self.dtype,
             device=self.device,
             keep_hidden=needs_hidden(speculative),
@@ -184,6 +190,7 @@ class LLM:
             tokenizer=self.tokenizer,
             drafter=drafter or build_drafter(speculative, loaded, runner, pool, dtype=self.dtype),
         )
+        self._open = True
 
     def _default_cache_tokens(self, context: int) -> int:
         if self.device.type == "cuda":
@@ -202,7 +209,7 @@ class LLM:
 
         Every prompt is checked before any runs. Raises ConfigError that names the prompt and the limit.
         """
-        prompts = _as_list(prompts)
+        prompts = _as_list("prompts", prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         return self._run([self._encode(prompt) for prompt in prompts], texts, params)
 
@@ -215,7 +222,8 @@ class LLM:
 
         Raises ConfigError when the model has no chat template or a message is malformed.
         """
-        many = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        many = _as_list("messages", messages)
+        many = [many] if not many or isinstance(many[0], Mapping) else many
         texts = [self.render_chat(conversation) for conversation in many]
         return self._run([self._encode(text, add_special_tokens=False) for text in texts], texts, params)
 
@@ -229,10 +237,11 @@ class LLM:
         Several streams may be open at once and share forwards. Closing or dropping one aborts its request.
         Raises ConfigError as `generate` does (at the call, not at the first piece), and when params.n > 1.
         """
-        params = params or SamplingParams()
+        self._check_open()
+        [params] = _params_for(1, params)
         if params.n != 1:
             raise ConfigError(f"stream yields one completion, got n={params.n}")
-        if len(prompt) and isinstance(prompt[0], Mapping):
+        if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
             ids = self._encode(self.render_chat(prompt), add_special_tokens=False)
         else:
             ids = self._encode(prompt)
@@ -244,9 +253,8 @@ class LLM:
         texts: list[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[RequestOutput]:
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(prompts):
-            raise ConfigError(f"{len(prompts)} prompts and {len(each)} sampling params; give one for all or one each")
+        self._check_open()
+        each = _params_for(len(prompts), params)
         for prompt in prompts:
             self.engine.check_prompt(prompt)
         groups: list[list[Request]] = []
@@ -255,7 +263,7 @@ class LLM:
                 groups.append(self.engine.add(prompt, its_params))
             while not all(request.finished for group in groups for request in group):
                 self.engine.step()
-        finally:  # an interrupt or a fault leaves nothing behind in the engine
+        finally:  # Ctrl-C (between two steps) or a fault leaves nothing behind in the engine
             for group in groups:
                 for request in group:
                     self.engine.abort(request.id)
@@ -264,7 +272,10 @@ class LLM:
     # Text ------------------------------------------------------------------------------------------------------
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as the model's own template writes it, ending where the answer begins."""
+        """The conversation as the model's own template writes it, ending where the answer begins.
+
+        The text holds the model's start token if the template writes one, so encode it without adding another.
+        """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError("this model has no chat template: use generate() with a prompt you framed yourself")
         if not messages:
@@ -274,21 +285,27 @@ class LLM:
                 isinstance(message.get(k), str) for k in ("role", "content")
             ):
                 raise ConfigError(f"a message must have a role and a content, both text; got {message!r}")
-        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template may raise what it likes, such as "roles must alternate"
+            raise ConfigError(f"the model's chat template refuses this conversation: {error}") from error
 
     def _encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ConfigError("this model has no tokenizer: give token ids instead of text")
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        if not all(isinstance(token, int) for token in prompt):
-            raise ConfigError(f"a prompt must be text or a list of token ids, got {prompt!r:.80}")
-        return list(prompt)
+        if not isinstance(prompt, str):
+            return _as_list("a prompt", prompt)  # the engine checks the ids
+        if self.tokenizer is None:
+            raise ConfigError("this model has no tokenizer: give token ids instead of text")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"the prompt {prompt!r:.80} is not valid Unicode: {error}") from error
+        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
     # Care ------------------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, Any]:
-        """Counters since start, as a flat dictionary of numbers (definitions: `minispec.metrics`)."""
+        """Counters since start: the fields of `EngineMetrics` and figures derived from them."""
+        self._check_open()
         engine = self.engine.metrics
         counts = asdict(engine) | {
             "preemptions": self.engine.scheduler.preemptions,
@@ -312,7 +329,12 @@ class LLM:
         """Abort what is running and let the memory of model and pool go. Closing twice is no error."""
         for request_id in list(self.engine.requests):
             self.engine.abort(request_id)
-        self.model = self.engine.runner = None
+        self._open = False
+        self.model = self.engine.runner = self.engine.drafter = None
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ConfigError("this LLM is closed")
 
     def __enter__(self) -> LLM:
         return self
@@ -321,10 +343,33 @@ class LLM:
         self.close()
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]
-    return list(prompts)
+def _as_list(what: str, value: Any) -> list[Any]:
+    """A list of the items of `value`; a single text, or a single list of ids, given as prompts becomes one item."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ConfigError(f"{what} must be text, token ids, or a list of them; got {value!r:.80}")
+    items = list(value)
+    return [items] if what == "prompts" and items and _is_number(items[0]) else items
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return isinstance(value, float)
+    return True
+
+
+def _params_for(count: int, params: Any) -> list[SamplingParams]:
+    """One SamplingParams for each of `count` prompts, from None, one for all, or a list."""
+    each = [SamplingParams() if params is None else params] * count if not isinstance(params, (list, tuple)) else params
+    for item in each:
+        if not isinstance(item, SamplingParams):
+            raise ConfigError(f"params must be SamplingParams or a list of them, got {item!r:.80}")
+    if len(each) != count:
+        raise ConfigError(f"{count} prompts and {len(each)} sampling params; give one for all or one each")
+    return list(each)
 
 
 def _output(group: list[Request], text: str | None) -> RequestOutput:

@@ -108,8 +108,7 @@ class EngineMetrics:
     cached_tokens: int = 0  # of them, found in the radix cache
     output_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
-    preemptions: int = 0
-    drafter_faults: int = 0  # drafts dropped because the drafter raised or returned nonsense
+    drafter_faults: int = 0  # times that the drafter raised or returned nonsense
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     seconds: dict[str, float] = field(default_factory=dict)  # plan, draft, forward, verify, commit
 

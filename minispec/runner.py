@@ -91,7 +91,8 @@ class ModelRunner:
     """Runs one target model over a pool of `num_slots` slots.
 
     `keep_hidden` adds the hidden pool: [num_slots, H], the target's hidden state (after its final norm) of the token
-    in each slot, which an MTP module reads. Raises torch.OutOfMemoryError (or MemoryError) when memory is short.
+    in each slot, which an MTP module reads. `num_text_tokens`: ids from here on are padding of the embedding
+    and never chosen. Raises torch.OutOfMemoryError (or MemoryError) when memory is short.
     """
 
     def __init__(
@@ -102,9 +103,11 @@ class ModelRunner:
         dtype: torch.dtype,
         device: torch.device,
         keep_hidden: bool = False,
+        num_text_tokens: int | None = None,
     ) -> None:
         config = model.config
         self.model, self.device = model, device
+        self.num_text_tokens = num_text_tokens or config.vocab_size
         self.vocab_size = config.vocab_size
         self.weight_bytes = config.num_parameters * dtype.itemsize
         self.tenant = Tenant(config, config.num_layers, num_slots, dtype=dtype, device=device)
@@ -122,4 +125,6 @@ class ModelRunner:
         hidden = self.model.forward(token_ids, positions, self.tenant.attend(layout, table))  # [N, H]
         if self.hidden is not None:
             self.hidden.index_copy_(0, slots, hidden)
-        return self.model.logits(hidden.index_select(0, wanted))  # [R, V]
+        logits = self.model.logits(hidden.index_select(0, wanted))  # [R, V]
+        logits[:, self.num_text_tokens :] = -torch.inf
+        return logits

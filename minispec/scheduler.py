@@ -7,7 +7,8 @@ long prompt never stops the others. One budget of tokens per forward is given ou
 1. every decoding request gets one row; when slots run out, what rejected drafts left over is taken back, then the
    request admitted last is preempted: it gives its slots back, waits at the head of the queue, and is computed again
    later (most of it comes from the radix cache);
-2. draft tokens for the decoding requests, oldest first, where slots are free or hold cached prefixes;
+2. draft tokens for the decoding requests, oldest first, where slots are free or hold cached prefixes, and only in
+   pages that they hold already while the queue's head lacks pages;
 3. prompt chunks of admitted requests, oldest first;
 4. admission, first come first served, when the whole prompt fits.
 
@@ -38,6 +39,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
+        self._head_lacks_pages = False  # the first in the queue could not be admitted for want of pages
 
     def add(self, request: Request) -> None:
         self.waiting.append(request)
@@ -59,6 +61,8 @@ class Scheduler:
         """
         # 1) One row for everyone who decodes.
         rows = []
+        if self._head_lacks_pages:
+            self._trim_drafts()
         for request in list(self.running):
             decoding = request.status is Status.RUNNING and not request.in_prefill
             if decoding and self._make_room(request):
@@ -66,7 +70,8 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - len(rows)
         # 2) Drafts.
         prefilling = [request for request in self.running if request.in_prefill]
-        draft_budget = budget - (self.config.max_num_batched_tokens // 4 if prefilling or self.waiting else 0)
+        reading = prefilling or (self.waiting and len(self.running) < self.config.max_num_seqs)
+        draft_budget = budget - (max(1, self.config.max_num_batched_tokens // 4) if reading else 0)
         for row in rows:
             row.max_drafts = self._draft_slots(row.request, min(candidate_length, draft_budget))
             draft_budget -= row.max_drafts
@@ -75,6 +80,7 @@ class Scheduler:
         for request in prefilling:
             budget -= self._add_chunk(rows, request, budget)
         # 4) New requests.
+        self._head_lacks_pages = False
         while budget > 0 and self.waiting and len(self.running) < self.config.max_num_seqs:
             request = self.waiting[0]
             if self._better_later(request) or not self._admit(request):
@@ -90,9 +96,9 @@ class Scheduler:
         return max(size, 0)
 
     def _draft_slots(self, request: Request, wanted: int) -> int:
-        """Reserve up to `wanted` draft slots; drafts never preempt anyone, so it may be fewer."""
+        """Reserve up to `wanted` draft slots. Drafts preempt nobody and take no page that the queue's head lacks."""
         wanted = max(0, min(wanted, request.max_drafts))
-        if wanted and not self.pool.reserve(request, len(request.tokens) + wanted):
+        if wanted and (self._head_lacks_pages or not self.pool.reserve(request, len(request.tokens) + wanted)):
             wanted = min(wanted, request.num_pages * self.pool.page_size - len(request.tokens))
         return wanted
 
@@ -103,14 +109,18 @@ class Scheduler:
         """
         if self.pool.reserve(request, len(request.tokens)):
             return True
-        for other in self.running:
-            self.pool.trim(other)
+        self._trim_drafts()
         while not self.pool.reserve(request, len(request.tokens)):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         return True
+
+    def _trim_drafts(self) -> None:
+        """Take back the pages that rejected drafts have left behind."""
+        for request in self.running:
+            self.pool.trim(request)
 
     def _preempt(self, request: Request) -> None:
         """Give its slots back and put it at the head of the queue. What it has computed stays cached until evicted."""
@@ -125,10 +135,13 @@ class Scheduler:
         """Move a request from the queue to the running ones if the slots of all its tokens can be had."""
         cached = self.pool.admit(request)
         # One page of headroom for each running request, else the newcomer would be preempted in the next steps.
-        needed = pages_for(len(request.tokens), self.pool.page_size) - request.num_pages
-        if not self.pool.available(needed + len(self.running)) or not self.pool.reserve(request, len(request.tokens)):
+        needed = pages_for(len(request.tokens), self.pool.page_size) - request.num_pages + len(self.running)
+        self._head_lacks_pages = not self.pool.available(needed)
+        if self._head_lacks_pages:
             self.pool.release(request, keep=False)
             return False
+        reserved = self.pool.reserve(request, len(request.tokens))
+        assert reserved, "the pool promised these pages"
         if request.metrics.forwards == 0:  # a preempted request keeps the figure of its first admission
             request.metrics.cached_tokens = cached
         request.cached_len = cached
@@ -138,10 +151,11 @@ class Scheduler:
         return True
 
     def _better_later(self, request: Request) -> bool:
-        """True when most of what this request must compute is being computed right now by a running one.
+        """True when most of what this request must compute is about to be computed by a running one.
 
-        It waits for the other's prefill to end, then takes the prefix from the radix cache: n completions of one
-        prompt, or a burst of prompts with one long system prompt, compute the common part once.
+        It waits, and those behind it (first come, first served), until the other has read what they share, and takes
+        that from the radix cache: n completions of one prompt, or a burst of prompts with one long system prompt,
+        compute the common part once.
         """
         if not self.config.enable_radix_cache:
             return False
@@ -152,7 +166,7 @@ class Scheduler:
                 shared = _common_prefix(tokens, np.array(other.tokens[: other.prefill_end]))
                 shared -= shared % self.pool.page_size
                 cached = self.pool.tree.match(request.tokens[:-1]).length if cached is None else cached
-                if shared - cached > (len(request.tokens) - cached) / 2:
+                if shared - max(cached, other.kv_len) > (len(request.tokens) - cached) / 2:
                     return True
         return False
 

@@ -355,3 +355,138 @@ def test_text_held_back_is_shown_when_a_request_is_aborted(llm):
         assert next(stream) == ""
     llm.abort(stream.request.id)
     assert whole.text.startswith("".join(stream)) and stream.request.text.text
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_min_tokens_holds_stop_strings_back_too(folder, k):
+    speculative = {"candidate_length": k, "ngram_min": 1}
+    llm = LLM(folder, dtype="float32", kv_cache_tokens=512, speculative_config=speculative)
+    base = {"temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    [whole] = llm.generate("abc abc abc", SamplingParams(**base))
+    ends = []  # text after each token
+    stream = llm.stream("abc abc abc", SamplingParams(**base))
+    for piece in stream:
+        ends.append(piece if not ends else ends[-1] + piece)
+    n = next(i for i in range(4, 20) if ends[i][-1:] not in ends[i - 1] and len(ends[i]) > len(ends[i - 1])) + 1
+    stop = ends[n - 1][-1]  # first written by token n
+    [early] = llm.generate("abc abc abc", SamplingParams(**base, stop=stop, min_tokens=n))
+    assert len(early.token_ids) == n and early.text == ends[n - 1][:-1]
+    [late] = llm.generate("abc abc abc", SamplingParams(**base, stop=stop, min_tokens=n + 1))
+    assert len(late.token_ids) > n and late.text.startswith(ends[n - 1])
+    assert late.token_ids == whole.token_ids[: len(late.token_ids)]
+
+
+def test_what_was_held_back_for_a_stop_string_is_there_at_the_end(llm):
+    base = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    [whole] = llm.generate("one", SamplingParams(**base))
+    params = SamplingParams(**base, stop=whole.text[-2:] + "~never~")
+    assert llm.generate("one", params)[0].text == "".join(llm.stream("one", params)) == whole.text
+    last = whole.token_ids[-1]
+    if last not in whole.token_ids[:-1]:
+        params = SamplingParams(**base, stop=whole.text[-2:] + "~never~", stop_token_ids=[last])
+        [out] = llm.generate("one", params)
+        assert out.finish_reason == "stop" and whole.text.startswith(out.text) and out.token_ids == whole.token_ids
+
+
+def test_ids_of_any_whole_number_are_prompts(llm):
+    import numpy as np
+    import torch
+
+    [expected] = llm.generate([5, 6, 7], GREEDY)
+    for prompt in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]), (5, 6, 7), iter([5, 6, 7]), [np.int64(5), 6, 7]):
+        assert llm.generate(prompt, GREEDY)[0].token_ids == expected.token_ids
+    assert [o.token_ids for o in llm.generate(np.array([[5, 6, 7]] * 2), GREEDY)] == [expected.token_ids] * 2
+    assert llm.generate([5, 6, 7], SamplingParams(temperature=np.float32(0), max_tokens=np.int64(12), ignore_eos=True))
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, b"abc", {"a": 1}, [[1], 5], [True, False], [[1, None]], "\ud800", [1.9], [["a"]]]
+)
+def test_what_is_no_prompt_is_refused(llm, prompt):
+    with pytest.raises(ConfigError):
+        llm.generate(prompt, GREEDY)
+    assert not llm.engine.requests
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", [None], 5, [GREEDY, GREEDY]])
+def test_what_are_no_params_is_refused(llm, params):
+    with pytest.raises(ConfigError, match="params"):
+        llm.generate("one", params)
+
+
+def test_params_are_values():
+    bias = {1: 1.0}
+    params = SamplingParams(logit_bias=bias, stop=None, stop_token_ids={3, 4})
+    bias[10**6] = 5.0
+    assert params.logit_bias == {1: 1.0} and params.stop == () and set(params.stop_token_ids) == {3, 4}
+    assert len({SamplingParams(), SamplingParams(), SamplingParams(seed=1)}) == 2
+    assert SamplingParams(max_tokens=10**400).max_tokens == 10**400
+
+
+def test_a_closed_llm_says_so(folder):
+    llm = LLM(folder, dtype="float32", kv_cache_tokens=64)
+    stream = llm.stream("one", GREEDY)
+    next(stream)
+    llm.close()
+    assert [p.finish_reason for p in stream] == ["abort"]
+    for use in (lambda: llm.generate("one"), lambda: llm.stream("one"), lambda: llm.chat(USER), llm.metrics):
+        with pytest.raises(ConfigError, match="closed"):
+            use()
+
+
+def test_a_chat_template_may_refuse(llm):
+    before = llm.tokenizer.chat_template
+    llm.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        llm.chat(USER, GREEDY)
+    llm.tokenizer.chat_template = before
+
+
+def test_sizes_that_cannot_work_are_refused(folder):
+    with pytest.raises(ConfigError, match="page_size 100000 is larger than the whole pool"):
+        LLM(folder, page_size=100_000)
+    with pytest.raises(ConfigError, match="context of 1 tokens"):
+        LLM(folder, context_length=1)
+
+
+def test_padding_ids_are_never_chosen(tmp_path):
+    llm = LLM(str(write_tiny_checkpoint(tmp_path, "llama", vocab_size=310)), dtype="float32", kv_cache_tokens=64)
+    for temperature in (0, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, logit_bias={305: 50.0})
+        assert all(token < len(llm.tokenizer) for token in llm.generate("one", params)[0].token_ids)
+
+
+def test_stop_strings_need_a_tokenizer(tmp_path):
+    llm = LLM(str(write_tiny_checkpoint(tmp_path, "llama", tokenizer=False)), dtype="float32", kv_cache_tokens=64)
+    with pytest.raises(ConfigError, match="no tokenizer: use stop_token_ids"):
+        llm.generate([5, 6], SamplingParams(stop="x"))
+    with pytest.raises(ConfigError, match="give token ids"):
+        llm.generate("text")
+    [out] = llm.generate([5, 6], GREEDY)
+    assert len(out.token_ids) == 12 and out.text == ""
+
+
+def test_streams_left_to_the_garbage_collector_disturb_nobody(llm):
+    import gc
+
+    [expected] = llm.generate("two", GREEDY)
+    before = gc.get_threshold()
+    gc.set_threshold(20, 2, 2)
+    try:
+        for _ in range(5):
+            for text in ("one", "three"):
+                cycle = [llm.stream(text, GREEDY)]
+                cycle.append(cycle)
+                next(cycle[0])
+                del cycle
+            assert llm.generate("two", GREEDY)[0].token_ids == expected.token_ids
+    finally:
+        gc.set_threshold(*before)
+        gc.collect()
+    assert not llm.engine.requests
+
+
+def test_weight_bytes_follow_the_dtype(folder):
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        llm = LLM(folder, dtype=dtype, kv_cache_tokens=64)
+        assert llm.engine.runner.weight_bytes == llm.model_config.num_parameters * size

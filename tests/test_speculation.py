@@ -349,3 +349,108 @@ def test_drafts_drawn_by_chance_leave_the_target_distribution_as_it_is(k):
             fits[lie].append(sum((seen[c] - expected[c]) ** 2 / expected[c] for c in cells) / len(cells))
     assert max(fits[False]) < 3.0  # chi-square per cell: about 1 when the distribution is right
     assert max(fits[True]) > 6.0
+
+
+@pytest.mark.parametrize(
+    "proposal",
+    [
+        Proposal([[1.5]]),
+        Proposal([torch.tensor([1.0])]),
+        Proposal([[1, 2]], [torch.full((2, 5), 0.2)]),
+        Proposal([[1, 2]], [torch.full((1, 12), 1 / 12)]),
+        Proposal([[1, 2]], []),
+        Proposal([[1], [2]]),
+        Proposal([[1]], torch.ones(1, 12)),
+    ],
+    ids=str,
+)
+def test_a_malformed_proposal_costs_the_draft_and_not_the_request(proposal):
+    logits_of = markov()
+    drafter = BrokenDrafter(None)
+    drafter.propose = lambda requests, lengths: proposal
+    engine = tag_engine(logits_of, drafter=drafter)
+    [request] = run(engine, [[1, 2]], SamplingParams(temperature=0, max_tokens=8))
+    assert request.output == tag_greedy(logits_of, [1, 2], 8)
+    assert engine.metrics.drafter_faults > 0
+
+
+def test_drafts_of_any_whole_number_become_plain_ints():
+    logits_of = markov()
+    plain = scripted(logits_of)
+    for convert in (np.array, torch.tensor):
+        drafter = BrokenDrafter(None)
+        drafter.propose = lambda r, k, convert=convert: Proposal([convert(t) for t in plain.propose(r, k).tokens])
+        expected = tag_greedy(logits_of, [1, 2], 12)
+        engine = tag_engine(logits_of, drafter=drafter, eos_ids=[expected[3]])
+        [request] = run(engine, [[1, 2]])
+        assert request.output == expected[: expected.index(expected[3]) + 1]
+        assert all(type(token) is int for token in request.output) and engine.metrics.drafter_faults == 0
+
+
+def test_a_drafter_that_fails_to_forget_stops_nobody(caplog):
+    class Clinging(NgramDrafter):
+        def release(self, request):
+            raise RuntimeError("no")
+
+    engine = tag_engine(drafter=Clinging())
+    assert all(r.finish_reason == "length" for r in run(engine, [[1], [2]]))
+    assert engine.metrics.drafter_faults == 2 and "may still keep" in caplog.text
+    assert_idle(engine)
+
+
+def test_a_drafter_without_a_configuration_uses_the_default_one():
+    logits_of = markov()
+    engine = tag_engine(logits_of, drafter=scripted(logits_of), candidate_length=4)
+    object.__setattr__(engine.config, "speculative_config", None)
+    assert run(engine, [[1]])[0].metrics.drafted > 0
+
+
+def test_when_every_token_is_forbidden_the_request_says_so():
+    for temperature in (0, 1.0):
+        params = SamplingParams(temperature=temperature, stop_token_ids=range(12), min_tokens=4, max_tokens=8)
+        forbidden, fine = run(tag_engine(), [[1], [2]], [params, GREEDY])
+        assert forbidden.finish_reason == "error" and "every token is forbidden" in forbidden.error
+        assert forbidden.output == [] and fine.num_output == 16
+
+
+def test_a_bad_row_behind_a_rejected_draft_harms_nobody():
+    good = markov()
+    prompt = [1, 2, 3]
+    right = tag_greedy(good, prompt, 16)
+
+    def logits_of(tokens):  # not finite after any text that greedy decoding does not write
+        n = len(tokens) - len(prompt)
+        return good(tokens) if list(tokens[len(prompt) :]) == right[:n] else [float("nan")] * 12
+
+    drafter = scripted(good, script=[1])
+    [request] = run(tag_engine(logits_of, drafter=drafter), [prompt])
+    assert request.output == right and request.finish_reason == "length" and request.metrics.accepted > 0
+
+
+def test_counts_end_where_the_text_ends():
+    logits_of = markov(seed=3)
+    prompt = [1, 2, 3]
+    expected = tag_greedy(logits_of, prompt, 16)
+    end = next(i for i in range(2, 5) if expected[i] not in expected[:i])
+    engine = tag_engine(logits_of, page_size=1, eos_ids=[expected[end]], drafter=scripted(logits_of))
+    [request] = run(engine, [prompt])
+    counts = request.metrics.speculation
+    assert counts.emitted == request.num_output - 1 == end and engine.metrics.output_tokens == end + 1
+    assert (counts.accepted, counts.drafted) == (4, 4)  # all drafts were right, those behind the end as well
+    [again] = run(engine, [[*prompt, *request.output, 0]], greedy(1))
+    assert again.metrics.cached_tokens == len(prompt) + end  # what was read, and nothing behind the end
+
+
+def test_seeds_of_completions_are_not_those_of_neighbouring_seeds():
+    params = [SamplingParams(n=2, seed=seed, max_tokens=24) for seed in (7, 8)]
+    a, b, c, d = run(tag_engine(slots=2048), [[1, 2, 3]] * 2, params)
+    assert len({tuple(r.output) for r in (a, b, c, d)}) == 4
+    assert len({r.seed for r in (a, b, c, d)}) == 4 and b.seed != c.seed
+
+
+def test_cached_tokens_of_the_engine_are_those_of_its_requests():
+    logits_of = markov()
+    engine = tag_engine(logits_of, slots=64, page_size=1, max_num_seqs=6, context_length=64)
+    requests = run(engine, [[i, i + 1, i + 2] for i in range(6)], greedy(24))
+    assert engine.scheduler.preemptions > 0
+    assert engine.metrics.cached_tokens == sum(r.metrics.cached_tokens for r in requests) == 0

@@ -50,8 +50,11 @@ class RopeConfig:
             public = [kind for kind in ROPE_KINDS if kind != "factors"]
             raise ModelLoadError(f"rope type {self.kind!r} is not supported; supported are {', '.join(public)}")
         for name in ROPE_KINDS[self.kind]:
-            if self.parameters.get(name) is None:
+            value = self.parameters.get(name)
+            if value is None:
                 raise ModelLoadError(f"rope type {self.kind!r} needs the parameter {name!r}, which the config lacks")
+            if name != "factors" and (not isinstance(value, (int, float)) or value <= 0):
+                raise ModelLoadError(f"rope parameter {name} must be a number above 0, got {value!r}")
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> RopeConfig:

@@ -20,6 +20,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast
@@ -39,7 +40,7 @@ def cache_dir() -> Path:
     """$MINISPEC_CACHE, else $XDG_CACHE_HOME/minispec, else ~/.cache/minispec, on every system."""
     own = os.environ.get("MINISPEC_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(own).expanduser() if own else Path(base).expanduser() / "minispec"
+    return (Path(own).expanduser() if own else Path(base).expanduser() / "minispec").absolute()
 
 
 def embedded_path() -> Path:
@@ -48,8 +49,15 @@ def embedded_path() -> Path:
 
 
 def embedded_ready() -> bool:
-    """True if the ready copy exists, so that the model loads without a network."""
-    return (embedded_path() / "config.json").is_file()
+    """True if the ready copy is there and whole, so that the model loads without a network."""
+    folder = embedded_path()
+    if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
+        return False
+    try:
+        with safe_open(folder / "model.safetensors", framework="pt"):  # compares its length with its table of contents
+            return True
+    except (SafetensorError, OSError):
+        return False
 
 
 def fetch_embedded(*, progress: bool = True) -> Path:
@@ -66,6 +74,8 @@ def fetch_embedded(*, progress: bool = True) -> Path:
             ready = Path(temp) / "ready"
             _write_folder(GGUFFile(gguf), ready)
             try:
+                if embedded_path().exists() and not embedded_ready():  # damaged: make room for a whole one
+                    embedded_path().rename(Path(temp) / "damaged")
                 ready.rename(embedded_path())
             except OSError:
                 if not embedded_ready():  # else another process was faster and its copy is as good

@@ -71,6 +71,9 @@ def fill(model: CausalLM, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         view = missing.pop(name, None)
         if view is None and not _may_ignore(name, model.config):
             raise ModelLoadError(f"unexpected tensor {name} {list(tensor.shape)}: the config leaves no place for it")
+        if view is not None and tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ModelLoadError(f"tensor {name} is {kind}; read are float16, bfloat16, float32 and float64")
         if view is not None and view.shape != tensor.shape:
             shapes = f"{list(tensor.shape)} in the file, {list(view.shape)} by the config"
             raise ModelLoadError(f"tensor {name} has contradicting shapes: {shapes}")
@@ -85,9 +88,14 @@ def read_config(folder: Path) -> ModelConfig:
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder} holds no config.json, so it is not a Hugging Face model folder")
     generation = folder / "generation_config.json"
-    return ModelConfig.from_hf(
-        _read_json(folder / "config.json"), _read_json(generation) if generation.is_file() else {}
-    )
+    try:
+        return ModelConfig.from_hf(
+            _read_json(folder / "config.json"), _read_json(generation) if generation.is_file() else {}
+        )
+    except ModelLoadError:
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError) as error:  # a value of another kind than it should be
+        raise ModelLoadError(f"a value in the config of {folder} has the wrong type: {error}") from error
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
@@ -119,7 +127,10 @@ def _weight_files(folder: Path) -> list[Path]:
                 f"{folder} holds no model.safetensors and no index of shards (only safetensors are read)"
             )
         return [folder / "model.safetensors"]
-    names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelLoadError(f"{index} holds no weight_map from tensor names to file names")
+    names = sorted(set(weight_map.values()))
     for name in names:
         if not (folder / name).is_file():
             raise ModelLoadError(f"shard {name} is missing from {folder}, though {index.name} lists it")

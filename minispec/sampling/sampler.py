@@ -33,7 +33,7 @@ from minispec.sampling.rng import Purpose, uniforms
 class Outcome:
     """What one row brought: `accepted` drafts kept, then one token of the target's own.
 
-    `failed` means that the logits were not finite; no token can be had and the request must end with an error.
+    `failed` means that a row defines no distribution (not finite, or every token forbidden): the request must end.
     """
 
     accepted: int
@@ -62,7 +62,7 @@ def choose_tokens(logits: torch.Tensor, rows: Sequence[Row]) -> list[Outcome]:
         u_accept, u_sample = (torch.as_tensor(_uniforms(rows, purpose), device=device) for purpose in _VERIFY_PURPOSES)
         verdict = verify(p, _draft_distributions(rows, drafts, p), drafts, starts, counts, u_accept, u_sample)
 
-    bad = bad_rows(logits)
+    bad = bad_rows(processed)
     accepted, next_ids, bad = verdict.accepted.tolist(), verdict.next_ids.tolist(), bad.tolist()
     outcomes = []
     for b, row in enumerate(rows):

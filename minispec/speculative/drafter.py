@@ -40,4 +40,4 @@ class Drafter(Protocol):
         """Guess up to candidate_lengths[b] tokens after the committed tokens of requests[b]. Changes no request."""
 
     def release(self, request: Request) -> None:
-        """Forget what is kept for this request: it ended or lost its slots. Does nothing if nothing is kept."""
+        """Forget what is kept for this request: it ended. Does nothing if nothing is kept."""
