@@ -263,25 +263,22 @@ class Engine:
         request = row.request
         if request.metrics.first_token_s is None:
             request.metrics.first_token_s = time.perf_counter() - request.created
-        emitted = 0
         for place, (token, kind) in enumerate(zip(outcome.tokens, _kinds(row, outcome), strict=True)):
             request.tokens.append(token)
             request.kinds.append(kind)
             if outcome.logprobs:
                 request.logprobs.append(outcome.logprobs[place])
-            emitted += 1
             reason, text = self._read(request, token)
-            if reason is None:
-                self._emit(request, TokenEvent(token, kind, text, None))
-                if request.id in self._abort_later:  # the consumer has had enough
-                    break
-                continue
-            request.kv_len = len(request.tokens) - 1
-            self._count(row, outcome, emitted)
-            self._finish(request, reason, TokenEvent(token, kind, text, reason))
-            return
-        request.kv_len = len(request.tokens) - 1
-        self._count(row, outcome, emitted)
+            event = TokenEvent(token, kind, text, reason)
+            if reason is not None:
+                break
+            self._emit(request, event)
+            if request.id in self._abort_later:  # the consumer has had enough
+                break
+        request.kv_len = len(request.tokens) - 1  # rollback: what lies behind is not valid any more
+        self._count(row, outcome, emitted=place + 1)
+        if reason is not None:
+            self._finish(request, reason, event)
 
     def _read(self, request: Request, token: int) -> tuple[str | None, str]:
         """Finish reason (None: go on) after `token`, the newest, and the text that may be shown now."""

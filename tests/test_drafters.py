@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_engine_matrix import prompts_for
 from tiny_checkpoints import tiny_tokenizer, write_tiny_checkpoint
 from tools import assert_idle, assert_same_ids, reference_greedy
@@ -237,3 +237,38 @@ def test_what_cannot_be_drafted_with_is_refused_in_one_sentence(tiny, tmp_path):
     other = write_tiny_checkpoint(tmp_path / "wide", "llama", hidden_size=48)
     with pytest.raises(ModelLoadError, match=r"enorm.weight has contradicting shapes: \[32\].*\[48\]"):
         make(other, {"draft_model": "mtp", "draft_head": str(head)})
+
+
+@pytest.mark.parametrize("hidden_first", [False, True])
+def test_the_module_equals_transformers_own(tiny, hidden_first):
+    """Hidden states and logits of transformers' MTP layer, with our random head put into it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    folder, head, prompts, _ = tiny
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs.config.num_mtp_layers, theirs.config.mtp_hidden_states_first = 1, hidden_first
+    mtp = MtpModel(theirs, 1)
+    renamed = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "post_norm"}
+    weights = {}
+    for name, tensor in load_file(head).items():
+        name = name.split(".", 3)[3]
+        stem = name.removesuffix(".weight")
+        weights[f"layers.0.{renamed[stem]}.weight" if stem in renamed else f"layers.0.mtp_block.{name}"] = tensor
+    missing, unexpected = mtp.load_state_dict(weights, strict=False)
+    assert not unexpected and not [name for name in missing if name.startswith("layers.")]
+
+    ids = torch.tensor([prompts[0]])
+    n = ids.shape[1]
+    with torch.inference_mode():
+        hidden = theirs.model(ids).last_hidden_state
+        expected = mtp.forward_layer(0, hidden[:, :-1], torch.arange(n - 1)[None], None, input_ids=ids[:, 1:])[0]
+
+        llm = make(folder, {"draft_model": "mtp", "draft_head": str(head)})
+        drafter = llm.engine.drafter
+        drafter.module.hidden_first = hidden_first
+        ours = llm.model.forward(ids[0], torch.arange(n), CausalAttention())
+        cos, sin = llm.model.rotary(torch.arange(n - 1))
+        got = drafter.module(llm.model.embedding(ids[0, 1:]), ours[:-1], cos, sin, CausalAttention())
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(llm.model.logits(got), theirs.lm_head(expected), atol=1e-4, rtol=1e-4)
