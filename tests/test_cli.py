@@ -88,7 +88,7 @@ def test_the_module_runs_as_a_program() -> None:
         (["--top-p", "0"], "top_p"),
         (["--max-tokens", "0"], "max_tokens"),
         (["--page-size", "0"], "page_size"),
-        (["--context-length", "1"], "limit is 1"),
+        (["--context-length", "1"], "context of 1 tokens"),
         (["--stop", ""], "stop"),
     ],
 )
