@@ -59,7 +59,7 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:
         self.config, self.runner, self.pool, self.drafter = config, runner, pool, drafter
-        self.context_length = min(context_length, config.context_length or context_length, pool.num_slots)
+        self.context_length = min(context_length, pool.num_slots)
         self.eos_ids = frozenset(eos_ids)
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(config, pool)

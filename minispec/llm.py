@@ -161,7 +161,10 @@ class LLM:
         self.dtype, self.dtype_reason = choose_dtype(dtype, self.device)
         loaded = load_model(model, dtype=self.dtype, device=str(self.device))
         self.model, self.tokenizer, self.model_config = loaded.model, loaded.tokenizer, loaded.config
-        context = min(loaded.config.context_length, self.config.context_length or loaded.config.context_length)
+        context = self.config.context_length or loaded.config.context_length
+        if context > loaded.config.context_length:
+            limit = loaded.config.context_length
+            raise ConfigError(f"context_length {context} is more than the {limit} tokens that this model can number")
         num_slots = self.config.kv_cache_tokens or self._default_cache_tokens(context)
         if self.config.page_size > num_slots:
             raise ConfigError(f"page_size {self.config.page_size} is larger than the whole pool of {num_slots} tokens")

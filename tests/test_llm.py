@@ -447,6 +447,25 @@ def test_sizes_that_cannot_work_are_refused(folder):
         LLM(folder, page_size=100_000)
     with pytest.raises(ConfigError, match="context of 1 tokens"):
         LLM(folder, context_length=1)
+    with pytest.raises(ConfigError, match="context_length 513 is more than the 512"):
+        LLM(folder, context_length=513)
+
+
+def test_the_smaller_of_context_and_pool_limits_a_request(folder):
+    for options, limit in (({}, 512), ({"context_length": 40}, 40), ({"kv_cache_tokens": 64}, 64)):
+        llm = LLM(folder, dtype="float32", **options)
+        assert llm.engine.context_length == limit
+        [out] = llm.generate([5], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+        assert len(out.token_ids) == limit - 1
+    assert LLM(folder, dtype="float32", max_num_seqs=2).engine.pool.num_slots == 1024  # no more than can be used
+
+
+def test_the_first_token_is_timed_once(llm):
+    stream = llm.stream("one", GREEDY)
+    next(stream)
+    first = stream.request.metrics.first_token_s
+    list(stream)
+    assert stream.request.metrics.first_token_s == first < stream.request.metrics.finished_s
 
 
 def test_padding_ids_are_never_chosen(tmp_path):

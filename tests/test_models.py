@@ -9,6 +9,7 @@ import torch
 from tiny_checkpoints import ROPE, SIZES, VARIANTS, VOCAB, write_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
+from minispec import LLM, SamplingParams
 from minispec.attention.naive import CausalAttention
 from minispec.models.config import ModelConfig, ModelLoadError, RopeConfig
 from minispec.models.llama import CausalLM
@@ -221,6 +222,12 @@ def test_smollm2_writes_the_same_64_tokens_as_transformers(smollm2_path: Path) -
     tokens = theirs.generate(prompt[None], max_new_tokens=64, do_sample=False)[0]
     written = tokens[len(prompt) :]
     assert len(written) == 64 and "lighthouse" in loaded.tokenizer.decode(written)
+
+    # The engine in one go, and with everything on.
+    for options in ({}, {"page_size": 4, "chunked_prefill_size": 7, "speculative_config": {"ngram_min": 1}}):
+        llm = LLM(str(smollm2_path), dtype="float32", kv_cache_tokens=256, check_every_step=True, **options)
+        [output] = llm.chat(chat, SamplingParams(temperature=0, max_tokens=64))
+        assert output.prompt_token_ids == prompt.tolist() and output.token_ids == written.tolist()
 
     # Every token is our argmax after the ones before it, so by induction our own greedy loop writes the same ids.
     model = loaded.model
