@@ -38,7 +38,8 @@ lint: $(READY)
 	@$(BIN)/python -m ruff format --quiet --check .
 
 lab: $(READY)
-	@$(BIN)/python -m jupyterlab $(ROOT_FLAG) --notebook-dir notebooks
+	@$(BIN)/jupyter trust notebooks/*.ipynb notebooks/solutions/*.ipynb > /dev/null
+	@$(BIN)/python -m jupyterlab $(ROOT_FLAG) --notebook-dir . notebooks/00_the_map.ipynb
 
 notebooks: $(READY)
 	@$(BIN)/python -m minispec.course.run_notebooks

@@ -227,13 +227,19 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="minispec", description="A readable LLM server. Notebook 00 is the map.")
+    parser = argparse.ArgumentParser(
+        prog="minispec", allow_abbrev=False, description="A readable LLM server. Notebook 00 is the map."
+    )
     parser.add_argument("--version", action="version", version=f"minispec {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], None], help: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
-            name, help=help, description=help, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+            name,
+            help=help,
+            description=help,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            allow_abbrev=False,
         )
         sub.set_defaults(run=run)
         return sub
@@ -271,7 +277,7 @@ def _model_options(parser: argparse.ArgumentParser, draft: str | None = None) ->
     add("--model", default="smollm2-135m", help="smollm2-135m, a folder, a .gguf file, or org/name")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (CUDA only)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--draft", default=draft, metavar="NAME", help="speculate with this drafter: ngram")
+    add("--draft", default=draft, metavar="NAME", help="ngram, mtp, early-exit, or a model")
     add("--candidate-length", type=int, default=4, metavar="K", help="draft tokens per step")
     add("--page-size", type=int, default=16, metavar="N", help="K/V slots handed out at a time")
     add("--kv-cache-tokens", type=int, metavar="N", help="K/V slots in all; None: by device and model")

@@ -55,6 +55,9 @@ class TokenKind(enum.Enum):
     CORRECTED = "corrected"
     BONUS = "bonus"
 
+    def __repr__(self) -> str:
+        return self.name
+
 
 @dataclass(frozen=True)
 class TokenLogprob:

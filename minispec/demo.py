@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from minispec.config import ConfigError, SamplingParams
 from minispec.core import Request, TokenKind
@@ -49,6 +49,17 @@ class Pair:
     speculating: Request
 
 
+class Reads(NamedTuple):
+    """Bytes of weights that one forward reads, of the target and of the draft model (0 without one)."""
+
+    target: int
+    draft: int = 0
+
+    def of(self, request: Request) -> int:
+        """All that was read for a request that ran alone."""
+        return request.metrics.forwards * self.target + request.metrics.draft_forwards * self.draft
+
+
 def run_demo(llm: LLM, params: SamplingParams, *, figure: str | Path, color: bool = True) -> list[Pair]:
     """Run, print and draw the demo. `llm` speculates, its radix cache is off, `params` is greedy.
 
@@ -74,10 +85,11 @@ def run_demo(llm: LLM, params: SamplingParams, *, figure: str | Path, color: boo
         speculating = _answer(llm, question, params, ink, speculate=True, show=True)
         print(f"\n{ink.dim(cost_line(speculating))}")
         pairs.append(Pair(name, plain, speculating))
-    print(f"\n{table(pairs, llm.engine.runner.weight_bytes)}\n")
+    reads = Reads(llm.engine.runner.weight_bytes, llm.engine.drafter.weight_bytes)
+    print(f"\n{table(pairs, reads)}\n")
     for pair in pairs:
         print(f"{pair.name}: {compare(llm, pair)}")
-    _save(pairs, llm, figure)
+    _save(pairs, reads, figure)
     return pairs
 
 
@@ -101,13 +113,13 @@ def _answer(llm: LLM, question: str, params: SamplingParams, ink: Ink, *, specul
 # What the counters say -----------------------------------------------------------------------------------------
 
 
-def table(pairs: Sequence[Pair], weight_bytes: int) -> str:
-    """Two lines for each prompt and two for all together. `weight_bytes`: read by each forward."""
+def table(pairs: Sequence[Pair], reads: Reads) -> str:
+    """Two lines for each prompt and two for all together."""
     rows = [COLUMNS]
     both = [("plain", [pair.plain for pair in pairs]), ("speculating", [pair.speculating for pair in pairs])]
     groups = [(pair.name, [("plain", [pair.plain]), ("speculating", [pair.speculating])]) for pair in pairs]
     for name, runs in [*groups, ("all", both)]:
-        speeds = [_row(run, requests, weight_bytes) for run, requests in runs]
+        speeds = [_row(run, requests, reads) for run, requests in runs]
         for (run, _), (speed, cells) in zip(runs, speeds, strict=True):
             gain = "" if run == "plain" else f"{speed / speeds[0][0]:.2f}x"
             rows.append(("" if gain else name, run, *cells, gain))
@@ -116,7 +128,7 @@ def table(pairs: Sequence[Pair], weight_bytes: int) -> str:
     return "\n".join(layout.format(*row).rstrip() for row in rows)
 
 
-def _row(run: str, requests: Sequence[Request], weight_bytes: int) -> tuple[float, tuple[str, ...]]:
+def _row(run: str, requests: Sequence[Request], reads: Reads) -> tuple[float, tuple[str, ...]]:
     """(tokens per second, the cells from "tokens" to "weights/token") of some requests together."""
     tokens = sum(request.num_output for request in requests)
     forwards = sum(request.metrics.forwards for request in requests) / tokens
@@ -125,7 +137,7 @@ def _row(run: str, requests: Sequence[Request], weight_bytes: int) -> tuple[floa
     drafted, accepted = sum(c.drafted for c in counts), sum(c.accepted for c in counts)
     emitted, verified = sum(c.emitted for c in counts), sum(c.verify_rows for c in counts)
     rate, length = (f"{accepted / drafted:.0%}", f"{emitted / verified:.2f}") if drafted else ("-", "-")
-    weights = f"{forwards * weight_bytes / 1e6:,.1f} MB"
+    weights = f"{sum(map(reads.of, requests)) / tokens / 1e6:,.1f} MB"
     return speed, (str(tokens), f"{speed:.1f}", f"{forwards:.2f}", rate, length, weights)
 
 
@@ -150,7 +162,7 @@ def compare(llm: LLM, pair: Pair) -> str:
 # The figure ----------------------------------------------------------------------------------------------------
 
 
-def draw(pairs: Sequence[Pair], weight_bytes: int) -> Figure:
+def draw(pairs: Sequence[Pair], reads: Reads) -> Figure:
     """Left: the tokens of the speculating run by kind, one block per forward. Right: bytes of weights per token."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -160,7 +172,7 @@ def draw(pairs: Sequence[Pair], weight_bytes: int) -> Figure:
     axes = figure.subplots(len(pairs), 2, squeeze=False, width_ratios=(3, 1), sharex="col")
     for (strip, bars), pair in zip(axes, pairs, strict=True):
         _draw_strip(strip, pair)
-        _draw_bars(bars, pair, weight_bytes)
+        _draw_bars(bars, pair, reads)
     axes[0][1].set_title("weights read per token", fontsize=11, loc="left")
     legend = [
         Patch(facecolor=KIND_COLORS[kind], hatch=KIND_HATCHES[kind], edgecolor=EDGE, label=KIND_LABELS[kind])
@@ -185,9 +197,9 @@ def _draw_strip(axes: Axes, pair: Pair) -> None:
     axes.set_axis_off()
 
 
-def _draw_bars(axes: Axes, pair: Pair, weight_bytes: int) -> None:
+def _draw_bars(axes: Axes, pair: Pair, reads: Reads) -> None:
     for place, (label, request) in enumerate({"speculating": pair.speculating, "plain": pair.plain}.items()):
-        megabytes = request.metrics.forwards * weight_bytes / request.num_output / 1e6
+        megabytes = reads.of(request) / request.num_output / 1e6
         bar = axes.barh(place, megabytes, color=RUN_COLORS[label], height=0.7)
         axes.bar_label(bar, [f"{megabytes:,.3g} MB"], padding=3, fontsize=10)
     axes.set_yticks([0, 1], ["speculating", "plain"], fontsize=10)
@@ -196,9 +208,9 @@ def _draw_bars(axes: Axes, pair: Pair, weight_bytes: int) -> None:
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def _save(pairs: Sequence[Pair], llm: LLM, path: Path) -> None:
+def _save(pairs: Sequence[Pair], reads: Reads, path: Path) -> None:
     try:
-        draw(pairs, llm.engine.runner.weight_bytes).savefig(path)
+        draw(pairs, reads).savefig(path)
     except ImportError:
         print("no figure: matplotlib is not installed (pip install 'minispec[course]')")
     except (OSError, ValueError) as error:

@@ -138,7 +138,8 @@ class LLM:
     model: "smollm2-135m" (fetched once, then offline), a folder in Hugging Face layout, a .gguf file, or "org/name".
     dtype: "auto", "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda", "cuda:1".
     drafter: an object with the `Drafter` protocol instead of the one that speculative_config names.
-    options: the fields of `EngineConfig`.
+    options: the fields of `minispec.config.EngineConfig`: page_size, max_num_batched_tokens, chunked_prefill_size,
+    max_num_seqs, kv_cache_tokens, context_length, enable_radix_cache, check_every_step, speculative_config.
 
     Raises ConfigError for a bad option and ModelLoadError for a model that cannot be loaded; both are ValueErrors.
     """
@@ -208,7 +209,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one or many prompts (text, or token ids), in order. `params`: one for all, or one each.
+        """Complete one or many prompts (text, or token ids), in order. `params`: one for all, one each, or defaults.
 
         Every prompt is checked before any runs. Raises ConfigError that names the prompt and the limit.
         """
@@ -225,6 +226,8 @@ class LLM:
 
         Raises ConfigError when the model has no chat template or a message is malformed.
         """
+        if isinstance(messages, str):
+            raise ConfigError("chat takes a list of messages, such as [{'role': 'user', 'content': ...}], not text")
         many = _as_list("messages", messages)
         many = [many] if not many or isinstance(many[0], Mapping) else many
         texts = [self.render_chat(conversation) for conversation in many]
@@ -309,14 +312,16 @@ class LLM:
     def metrics(self) -> dict[str, Any]:
         """Counters since start: the fields of `EngineMetrics` and figures derived from them."""
         self._check_open()
-        engine = self.engine.metrics
+        engine, drafter = self.engine.metrics, self.engine.drafter
+        draft_forwards, draft_bytes = (getattr(drafter, name, 0) for name in ("forwards", "weight_bytes"))
         counts = asdict(engine) | {
             "preemptions": self.engine.scheduler.preemptions,
             "acceptance_rate": engine.speculation.acceptance_rate,
             "acceptance_length": engine.speculation.acceptance_length,
             "acceptance_by_position": engine.speculation.acceptance_by_position,
             "forwards_saved": engine.speculation.forwards_saved,
-            "weight_bytes_read": engine.steps * self.engine.runner.weight_bytes,
+            "draft_forwards": draft_forwards,
+            "weight_bytes_read": engine.steps * self.engine.runner.weight_bytes + draft_forwards * draft_bytes,
         }
         return counts
 
@@ -325,7 +330,7 @@ class LLM:
         self.engine.check_integrity()
 
     def abort(self, request_id: str) -> bool:
-        """End a running request; False when there is none of that name."""
+        """End a running request (named by `RequestOutput.request_id` or `Stream.request.id`); False if none runs."""
         return self.engine.abort(request_id)
 
     def close(self) -> None:

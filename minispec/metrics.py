@@ -74,7 +74,8 @@ class RequestMetrics:
 
     cached_tokens: int = 0  # prompt tokens found in the radix cache at its first admission
     computed_tokens: int = 0  # rows of the target forward spent on it: prompt, output and rejected drafts
-    forwards: int = 0  # forwards it took part in
+    forwards: int = 0  # forwards of the target that it took part in
+    draft_forwards: int = 0  # the same of a draft model
     preemptions: int = 0
     accepted_per_step: list[int] = field(default_factory=list)  # one entry per verify row
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)

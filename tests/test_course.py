@@ -276,9 +276,31 @@ def test_the_map_names_only_modules_that_exist_and_every_notebook() -> None:
     assert planned | {13} == set(range(15))
 
 
-def test_the_map_links_the_notebooks_that_exist(tmp_path) -> None:
+def test_the_map_marks_the_notebooks_that_exist(tmp_path) -> None:
+    none = figures.request_map(tmp_path).data
     (tmp_path / "06_the_radix_tree.ipynb").touch()
-    assert re.findall(r'href="([^"]+)"', figures.request_map(tmp_path).data) == ["06_the_radix_tree.ipynb"]
+    one = figures.request_map(tmp_path).data
+    changed = [(a, b) for a, b in zip(none.splitlines(), one.splitlines(), strict=True) if a != b]
+    (white_box, dark_box), (ink, white_ink) = changed
+    assert 'fill="white"' in white_box and figures.COLORS["ink"] in dark_box
+    assert ink.endswith(">06</text>") and 'fill="white">06' in white_ink
+
+
+@pytest.mark.parametrize("guess", ["8", None, ...])
+def test_a_guess_that_is_no_number_stops_nobody(capsys, guess) -> None:
+    course.reveal(course.predict("how many", default=guess), 5)
+    assert "a guess is a number" in capsys.readouterr().out
+
+
+def test_a_loop_that_never_ends_is_told_so(capsys) -> None:
+    def endless(next_token, prompt, max_tokens, stop_ids):
+        tokens = list(prompt)
+        while tokens[-1] not in stop_ids:
+            tokens.append(next_token(tokens))
+        return tokens[len(prompt) :]
+
+    check.nb01_ex2(endless)
+    assert "your loop goes on" in capsys.readouterr().out
 
 
 def answer(words: list[str], kinds: list[TokenKind]) -> tuple[SimpleNamespace, SimpleNamespace]:

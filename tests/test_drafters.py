@@ -272,3 +272,17 @@ def test_the_module_equals_transformers_own(tiny, hidden_first):
         got = drafter.module(llm.model.embedding(ids[0, 1:]), ours[:-1], cos, sin, CausalAttention())
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(llm.model.logits(got), theirs.lm_head(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_what_a_draft_model_reads_is_counted(tiny):
+    folder, head, prompts, _ = tiny
+    for kind in ("mtp", "early-exit", "itself"):
+        llm = make(folder, config_for(kind, tiny) | {"candidate_length": 2})
+        [out] = llm.generate(prompts[0], greedy(9))
+        metrics, drafter = llm.metrics(), llm.engine.drafter
+        assert metrics["draft_forwards"] == out.metrics.draft_forwards == drafter.forwards > 0
+        assert metrics["weight_bytes_read"] == (
+            metrics["steps"] * llm.engine.runner.weight_bytes + drafter.forwards * drafter.weight_bytes
+        )
+        whole = llm.engine.runner.weight_bytes
+        assert drafter.weight_bytes == whole if kind == "itself" else 0 < drafter.weight_bytes < whole

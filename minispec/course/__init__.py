@@ -74,11 +74,18 @@ def show(thing: Callable[..., Any] | type) -> Markdown:
 
 def predict(question: str, default: float) -> float:
     """Print a question with your guess and return the guess. Change the number in the cell before you run on."""
-    print(f"{question}?\nmy guess: {default:,}")
+    print(f"{question}?\nmy guess: {_shown(default)}")
     return default
 
 
 def reveal(guess: float, measured: float) -> None:
     """Print what a guess was worth."""
-    verdict = "exactly right" if guess == measured else f"off by {abs(guess - measured):,}"
-    print(f"guess {guess:,}, measured {measured:,}: {verdict}")
+    if isinstance(guess, (int, float)):
+        verdict = "exactly right" if guess == measured else f"off by {abs(guess - measured):,}"
+    else:
+        verdict = "a guess is a number"
+    print(f"guess {_shown(guess)}, measured {measured:,}: {verdict}")
+
+
+def _shown(value: object) -> str:
+    return f"{value:,}" if isinstance(value, (int, float)) else repr(value)

@@ -89,7 +89,12 @@ SMOLLM2 = ModelConfig(
 ONE_LAYER = replace(
     SMOLLM2, vocab_size=10, hidden_size=4, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2
 )
-MODELS = {"one_layer": ONE_LAYER, "two_layers": replace(ONE_LAYER, num_layers=2), "smollm2": SMOLLM2}
+SIZES = "vocab_size 10, hidden_size 4, intermediate_size 8, num_layers {}, num_heads 2, num_kv_heads 1, head_dim 2"
+MODELS = {  # how a checker names a config -> the config; the small ones by their sizes, to be computed by hand
+    SIZES.format(1): ONE_LAYER,
+    SIZES.format(2): replace(ONE_LAYER, num_layers=2),
+    "smollm2": SMOLLM2,
+}
 
 
 class ToyRunner:
@@ -153,8 +158,21 @@ def nb01_ex2(generate: Callable[[Callable[[Sequence[int]], int], list[int], int,
         while engine.has_work:
             engine.step()
         shown = f"next_token, {prompt}, {max_tokens}, {set(stops) or '{}'}"
-        cases.append(Case((ToyRunner.next_token, prompt, max_tokens, stops), request.output, shown))
+        cases.append(Case((_at_most(50), prompt, max_tokens, stops), request.output, shown))
     judge("exercise 2", generate, cases)
+
+
+def _at_most(limit: int) -> Callable[[Sequence[int]], int]:
+    """ToyRunner.next_token that refuses to be asked for ever."""
+    calls = []
+
+    def next_token(tokens: Sequence[int]) -> int:
+        calls.append(1)
+        if len(calls) > limit:
+            raise RuntimeError(f"next_token was called {limit} times and your loop goes on")
+        return ToyRunner.next_token(tokens)
+
+    return next_token
 
 
 # 02 The KV cache ---------------------------------------------------------------------------------------------------
@@ -179,7 +197,7 @@ def nb02_ex2(tokens_that_fit: Callable[[int, ModelConfig, int], int], mha_factor
             (memory, model, size), memory // (2 * model.num_layers * model.num_kv_heads * model.head_dim * size), shown
         )
         for memory, model, size, shown in [
-            (100, ONE_LAYER, 4, "100, one_layer, 4"),
+            (100, ONE_LAYER, 4, f"100, {SIZES.format(1)}, 4"),
             (256_000_000, SMOLLM2, 4, "256_000_000, smollm2, 4"),
             (256_000_000, SMOLLM2, 2, "256_000_000, smollm2, 2"),
             (256_000_000, every_head, 4, "256_000_000, smollm2 with 9 K/V heads, 4"),

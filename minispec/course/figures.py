@@ -186,7 +186,7 @@ def request_map(folder: Path | str = ".") -> SVG:
         f'<marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">{arrow}</marker>',
         _box(left - 12, top - 32, right - left + STAGE_W + 24, STAGE_H + 58, COLORS["idle"], COLORS["again"]),
         _text(left + STAGE_W + 16, top - 12, "one step = one forward of the model, repeated until the request ends"),
-        _text(left, STAGES[-1].corner[1] + 20, "Numbers are notebooks. A dark one is a link."),
+        _text(left, STAGES[-1].corner[1] + 20, "Numbers are notebooks. A dark one exists already."),
         _text(left, STAGES[-1].corner[1] + 40, "Notebook 13 shows all parts working together."),
         _arrow(f"M{right + 40},{top + STAGE_H} v14 H{left + STAGE_W // 2} V{top + STAGE_H + 2}"),
     ]
@@ -213,8 +213,7 @@ def _stage(stage: Stage, files: Mapping[int, str]) -> list[str]:
     ]
     for place, number in enumerate(stage.notebooks):
         at, fill, ink = x + 10 + 34 * place, *((COLORS["ink"], "white") if number in files else ("white", ""))
-        badge = _box(at, y + 78, 28, 18, fill) + _text(at + 6, y + 91, f"{number:02}", 11, fill=ink)
-        parts.append(f'<a href="{files[number]}">{badge}</a>' if number in files else badge)
+        parts += [_box(at, y + 78, 28, 18, fill), _text(at + 6, y + 91, f"{number:02}", 11, fill=ink)]
     return parts
 
 

@@ -63,7 +63,7 @@ def _model_drafter(
     try:
         draft = load_model(name, dtype=dtype, device=runner.device)
     except ModelLoadError as error:
-        raise ConfigError(f"draft_model is none of {', '.join(BUILT_IN)} and no model: {error}") from error
+        raise ConfigError(f"draft_model {name!r}: not {', '.join(BUILT_IN)}, so taken for a model; {error}") from error
     check_same_tokenizer(loaded.tokenizer, draft.tokenizer)
     return StandaloneDrafter(draft.model, pool, runner.vocab_size, dtype=dtype, device=runner.device, sampled=sampled)
 

@@ -35,6 +35,8 @@ class Drafter(Protocol):
     """Anything that can propose; it may keep state per request."""
 
     name: str
+    forwards: int  # of a draft model so far, and the bytes of weights that each of them reads; 0 without a model
+    weight_bytes: int
 
     def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
         """Guess up to candidate_lengths[b] tokens after the committed tokens of requests[b]. Changes no request."""

@@ -20,12 +20,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from minispec.core import Request, StepLayout
 from minispec.kv.pool import KVPool
+from minispec.models.config import ModelConfig
 from minispec.models.llama import CausalLM
 from minispec.models.mtp import MTPModule
 from minispec.runner import ModelRunner, Segment, Tenant, pack
@@ -44,11 +46,13 @@ class ModelDrafter(ABC):
     """
 
     name: str
+    weight_bytes: int  # read by each draft forward
     shift = 0  # positions before it have no draft row
     max_len: int | None = None  # positions that the draft model can number; longer requests are not drafted
 
     def __init__(self, pool: KVPool, vocab_size: int, device: torch.device, *, sampled: bool = True) -> None:
         self.pool, self.vocab_size, self.device, self.sampled = pool, vocab_size, device, sampled
+        self.forwards = 0
 
     @abstractmethod
     def forward(self, layout: StepLayout, carried: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -74,7 +78,7 @@ class ModelDrafter(ABC):
                 segments = [
                     self._segment(requests[b], len(requests[b].tokens) + depth - 1, drafts[b][-1:]) for b in active
                 ]
-                logits, state = self.forward(self._layout(segments), state)
+                logits, state = self._run([requests[b] for b in active], self._layout(segments), state)
             tokens, q = self._choose(
                 self._to_target(logits), [requests[b] for b in active], [drafts[b] for b in active]
             )
@@ -116,10 +120,19 @@ class ModelDrafter(ABC):
                     behind.append(self._segment(request, start, chunk, num_logits=0))
                 segments.append(self._segment(request, start, chunk))
             layout = self._layout(behind or segments)
-            outputs = self.forward(layout, None)
+            outputs = self._run(requests, layout, None)
             self.pool.draft_exact[layout.slots] = True
             if not behind:
                 return outputs
+
+    def _run(
+        self, requests: Sequence[Request], layout: StepLayout, carried: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`forward`, counted."""
+        self.forwards += 1
+        for request in requests:
+            request.metrics.draft_forwards += 1
+        return self.forward(layout, carried)
 
     def _segment(self, request: Request, start: int, tokens: Sequence[int], num_logits: int = 1) -> Segment:
         return Segment(request.table_row, start - self.shift, tokens, num_logits)
@@ -175,6 +188,8 @@ class MTPDrafter(ModelDrafter):
         super().__init__(pool, runner.vocab_size, runner.device, sampled=sampled)
         assert runner.hidden is not None, "MTP reads the hidden pool: the runner must keep it"
         self.module, self.runner, self.target = module, runner, runner.model
+        H = self.target.config.hidden_size
+        self.weight_bytes = _bytes_of_layers(self.target.config, 1, dtype) + 2 * H * H * dtype.itemsize
         self.tenant = Tenant(self.target.config, 1, pool.num_slots, dtype=dtype, device=self.device)
 
     def forward(self, layout: StepLayout, carried: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -206,6 +221,7 @@ class StandaloneDrafter(ModelDrafter):
     ) -> None:
         super().__init__(pool, vocab_size, device, sampled=sampled)
         self.model, self.max_len = model, model.config.context_length
+        self.weight_bytes = model.config.num_parameters * dtype.itemsize
         self.tenant = Tenant(model.config, model.config.num_layers, pool.num_slots, dtype=dtype, device=device)
 
     def forward(self, layout: StepLayout, carried: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -227,6 +243,7 @@ class EarlyExitDrafter(ModelDrafter):
     def __init__(self, num_layers: int, runner: ModelRunner, pool: KVPool, *, sampled: bool = True) -> None:
         super().__init__(pool, runner.vocab_size, runner.device, sampled=sampled)
         self.num_layers, self.runner = num_layers, runner
+        self.weight_bytes = _bytes_of_layers(runner.model.config, num_layers, runner.model.norm.weight.dtype)
 
     def cursor(self, request: Request) -> int:
         """The target itself has read all tokens but the last."""
@@ -240,3 +257,8 @@ class EarlyExitDrafter(ModelDrafter):
         hidden = model.forward(ids, positions, attend, num_layers=self.num_layers)
         logits = model.logits(hidden.index_select(0, self._tensor(layout.logit_rows)))
         return logits, None
+
+
+def _bytes_of_layers(config: ModelConfig, num_layers: int, dtype: torch.dtype) -> int:
+    """Bytes of some layers, the final norm and the head."""
+    return replace(config, num_layers=num_layers, tie_embeddings=True).num_parameters * dtype.itemsize

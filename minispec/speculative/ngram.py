@@ -38,6 +38,7 @@ class NgramDrafter:
     """Proposes copies of the request's own text. Work per new token: one dictionary entry per n-gram length."""
 
     name = "ngram"
+    forwards = weight_bytes = 0
 
     def __init__(self, ngram_max: int = 4, ngram_min: int = 2) -> None:
         """Longest and shortest suffix to look up, in tokens. Raises ConfigError unless 1 <= ngram_min <= ngram_max."""
@@ -83,7 +84,12 @@ class CopyFirst:
 
     def __init__(self, ngram: NgramDrafter, other: Drafter) -> None:
         self.ngram, self.other = ngram, other
-        self.name = f"{other.name}+{ngram.name}"
+        self.name, self.weight_bytes = f"{other.name}+{ngram.name}", other.weight_bytes
+
+    @property
+    def forwards(self) -> int:
+        """See `Drafter.forwards`."""
+        return self.other.forwards
 
     def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
         """See `Drafter.propose`."""
