@@ -111,12 +111,17 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) from all safetensors files of a folder, one tensor in memory at a time."""
     for path in _weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():
-                    yield name, file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(f"{path} is not a complete safetensors file: {error}") from error
+        yield from read_safetensors(path)
+
+
+def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) from one safetensors file. Raises ModelLoadError when it is missing or cut short."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{path} is not a complete safetensors file: {error}") from error
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -6,22 +6,24 @@ Taught in notebook 12 (speculation inside the engine).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerBase
 
 from minispec.config import ConfigError, SpeculativeConfig
 from minispec.kv.pool import KVPool
 from minispec.models.config import ModelLoadError
-from minispec.models.loading import LoadedModel, load_model, read_tensors
+from minispec.models.loading import LoadedModel, load_model, read_safetensors, read_tensors
 from minispec.models.mtp import load_mtp
 from minispec.runner import ModelRunner
 from minispec.speculative.drafter import Drafter
 from minispec.speculative.model import EarlyExitDrafter, MTPDrafter, StandaloneDrafter
 from minispec.speculative.ngram import CopyFirst, NgramDrafter
+
+log = logging.getLogger(__name__)
 
 BUILT_IN = ("ngram", "mtp", "early-exit")
 
@@ -54,6 +56,8 @@ def _model_drafter(
     sampled = config.draft_sampling == "probabilistic"
     if name == "mtp":
         modules = load_mtp(_mtp_tensors(config.draft_head, loaded), loaded.model, dtype=dtype, device=runner.device)
+        if len(modules) > 1:
+            log.warning("the checkpoint holds %d MTP modules; the first one drafts at every depth", len(modules))
         return MTPDrafter(modules[0], runner, pool, dtype=dtype, sampled=sampled)
     if name == "early-exit":
         layers, most = config.early_exit_layers or max(1, loaded.config.num_layers // 4), loaded.config.num_layers - 1
@@ -69,18 +73,12 @@ def _model_drafter(
 
 
 def _mtp_tensors(head: str | None, loaded: LoadedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    if head is None:
-        source = Path(loaded.source)
-        if not source.is_dir():
-            raise ConfigError(f"{source} holds no MTP module that we can read; name a head file in draft_head")
-        yield from read_tensors(source)
-        return
-    try:
-        with safe_open(head, framework="pt") as file:
-            for name in file.keys():
-                yield name, file.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"draft_head {head} is not a complete safetensors file: {error}") from error
+    if head is not None:
+        return read_safetensors(Path(head).expanduser())
+    source = Path(loaded.source)
+    if not source.is_dir():
+        raise ConfigError(f"{source} holds no MTP module that we can read; name a head file in draft_head")
+    return read_tensors(source)
 
 
 def check_same_tokenizer(target: PreTrainedTokenizerBase | None, draft: PreTrainedTokenizerBase | None) -> None:
