@@ -286,3 +286,20 @@ def test_what_a_draft_model_reads_is_counted(tiny):
         )
         whole = llm.engine.runner.weight_bytes
         assert drafter.weight_bytes == whole if kind == "itself" else 0 < drafter.weight_bytes < whole
+
+
+@pytest.mark.parametrize("kind", ["mtp", "itself"])
+def test_a_long_prompt_is_caught_up_with_in_several_forwards(tiny, kind, monkeypatch):
+    folder, _, prompts, expected = tiny
+    monkeypatch.setattr("minispec.speculative.model.CATCH_UP_ROWS", 5)
+    llm = make(folder, config_for(kind, tiny) | {"candidate_length": 3}, page_size=4, enable_radix_cache=False)
+    outputs = llm.generate(prompts, greedy())  # of several lengths: some are behind while others are not
+    for output, (ids, margin) in zip(outputs, expected, strict=True):
+        assert_same_ids(output.token_ids, ids, margin)
+    assert llm.metrics()["drafter_faults"] == 0
+    if kind == "itself":
+        assert llm.engine.metrics.speculation.acceptance_rate == 1.0
+    # Alone, K = 1, two output tokens after the first: each catch-up reads at most 5 of the n + 1 (less the shift) rows.
+    [alone] = make(folder, config_for(kind, tiny) | {"candidate_length": 1}).generate(prompts[0], greedy(3))
+    rows = len(prompts[0]) + 1 - llm.engine.drafter.shift
+    assert alone.metrics.draft_forwards == -(-rows // 5)

@@ -112,15 +112,15 @@ class ModelDrafter(ABC):
     def _catch_up(self, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
         """Make all rows up to the last committed token exact; the outputs of that token's rows."""
         while True:
-            segments, behind = [], []
-            for request in requests:
+            # Those that need more than one forward go first, alone; then all of them end in the same forward.
+            behind = [r for r in requests if len(r.tokens) - self.cursor(r) > CATCH_UP_ROWS]
+            segments = []
+            for request in behind or requests:
                 start = self.cursor(request)
                 chunk = request.tokens[start : start + CATCH_UP_ROWS]
-                if start + len(chunk) < len(request.tokens):
-                    behind.append(self._segment(request, start, chunk, num_logits=0))
-                segments.append(self._segment(request, start, chunk))
-            layout = self._layout(behind or segments)
-            outputs = self._run(requests, layout, None)
+                segments.append(self._segment(request, start, chunk, num_logits=0 if behind else 1))
+            layout = self._layout(segments)
+            outputs = self._run(behind or requests, layout, None)
             self.pool.draft_exact[layout.slots] = True
             if not behind:
                 return outputs
