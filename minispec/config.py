@@ -132,6 +132,10 @@ class SpeculativeConfig:
     draft_sampling: draw drafts from q at the request's own parameters ("probabilistic") or take the likeliest
     ("greedy", q is one-hot). Both are exact; greedy requests are drafted greedily in any case.
     draft_head: a safetensors file with an MTP module. early_exit_layers: how many of the target's layers draft.
+    draft_device: where a draft model of its own computes ("cpu", "cuda:1"); None: with the target.
+    draft_quantization: "int8" or "fp8" weights for the MTP module or the draft model (torchao); None: the target's type.
+    verification: "rejection" keeps a draft with probability min(1, p/q); "match" samples the target at every position
+    and keeps drafts while they equal the sample. Both are exact; rejection never accepts less.
     ngram_max, ngram_min: longest and shortest suffix looked up, in tokens; the longest match wins.
 
     Raises ConfigError that names the field, the value and the range; unknown fields are refused by `from_any`.
@@ -142,6 +146,9 @@ class SpeculativeConfig:
     draft_sampling: str = "probabilistic"
     draft_head: str | None = None
     early_exit_layers: int | None = None
+    draft_device: str | None = None
+    draft_quantization: str | None = None
+    verification: str = "rejection"
     ngram_max: int = 4
     ngram_min: int = 2
 
@@ -155,6 +162,14 @@ class SpeculativeConfig:
         check_choice("draft_sampling", self.draft_sampling, ("probabilistic", "greedy"))
         if self.draft_head is not None and "mtp" not in names:
             raise ConfigError(f"draft_head {self.draft_head!r} is only read when draft_model is 'mtp'")
+        own_model = any(name not in ("ngram", "mtp", "early-exit") for name in names)
+        if self.draft_device is not None and not own_model:
+            raise ConfigError(f"draft_device {self.draft_device!r} is for a draft model of its own, not for {names}")
+        if self.draft_quantization is not None:
+            check_choice("draft_quantization", self.draft_quantization, ("int8", "fp8"))
+            if not own_model and "mtp" not in names:
+                raise ConfigError(f"draft_quantization is for 'mtp' or a draft model of its own, not for {names}")
+        check_choice("verification", self.verification, ("rejection", "match"))
         if self.early_exit_layers is not None:
             check_number("early_exit_layers", self.early_exit_layers, 1, integer=True)
         check_number("ngram_max", self.ngram_max, 1, 32, integer=True)
