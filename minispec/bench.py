@@ -1,10 +1,11 @@
 """Side by side in one run: transformers and this engine on the same weights, prompts and cores.
 
-    python -m minispec bench --prompts spec_bench_questions.jsonl --rounds 3
+    python -m minispec bench --prompts spec_bench_questions.jsonl --drafts ngram,mtp,mtp+ngram --rounds 3
 
 Every contestant answers every prompt in every round, one after another (A B C D, A B C D, ...), so a noisy minute hits
-all of them. Reported: tokens per second over all prompts, median of the rounds with the lowest and highest, and the
-ratio to transformers' plain generate. All decode greedily for the same number of tokens and never stop early.
+all of them. Reported: tokens per second over all prompts, median of the rounds with the lowest and highest, the ratio
+to transformers' plain generate, and of a drafter how often its first draft was kept and what a verification brought.
+All decode greedily for the same number of tokens and never stop early.
 
 Knows: how to time fairly. Does not know: why something is fast. Taught in notebook 13 (everything on).
 """
@@ -91,20 +92,22 @@ def measure(contestants: dict[str, Contestant], prompts: Sequence[list[int]], ro
     return results
 
 
-def make_contestants(model: str, dtype: str, max_tokens: int, k: int) -> tuple[dict[str, Contestant], LLM]:
-    """transformers plain and with prompt lookup, this engine plain and with n-grams; and an LLM for the framing."""
+def make_contestants(
+    model: str, dtype: str, max_tokens: int, k: int, drafts: Sequence[str]
+) -> tuple[dict[str, Contestant], dict[str, LLM]]:
+    """transformers plain and with prompt lookup, this engine plain and with each drafter ("a+b" for a list of two);
+    and the engines, the plain one first."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     from minispec import LLM, SamplingParams
     from minispec.models.loading import find_model
 
-    engines = {
-        "minispec": LLM(model, dtype=dtype, enable_radix_cache=False),
-        f"minispec, n-gram K={k}": LLM(
-            model, dtype=dtype, enable_radix_cache=False, speculative_config={"candidate_length": k}
-        ),
-    }
+    engines = {"minispec": LLM(model, dtype=dtype, enable_radix_cache=False)}
+    for draft in drafts:
+        config = {"draft_model": draft.split("+"), "candidate_length": k}
+        name = f"minispec, {draft} K={k}"
+        engines[name] = LLM(model, dtype=dtype, enable_radix_cache=False, speculative_config=config)
     plain = engines["minispec"]
     theirs = AutoModelForCausalLM.from_pretrained(find_model(model), dtype=plain.dtype).to(plain.device).eval()
     common = {"do_sample": False, "max_new_tokens": max_tokens, "min_new_tokens": max_tokens}
@@ -131,16 +134,24 @@ def make_contestants(model: str, dtype: str, max_tokens: int, k: int) -> tuple[d
         "transformers": transformers_with(),
         f"transformers, prompt lookup K={k}": transformers_with(prompt_lookup_num_tokens=k),
     }
-    return contestants | {name: minispec_with(llm) for name, llm in engines.items()}, plain
+    return contestants | {name: minispec_with(llm) for name, llm in engines.items()}, engines
 
 
 def bench(
-    model: str, questions: Sequence[str], *, dtype: str, max_tokens: int, candidate_length: int, rounds: int
+    model: str,
+    questions: Sequence[str],
+    *,
+    dtype: str,
+    max_tokens: int,
+    candidate_length: int,
+    drafts: Sequence[str],
+    rounds: int,
 ) -> list[Result]:
     """Run the comparison and print its table. Raises ConfigError for a number below 1."""
     for name, value in (("max_tokens", max_tokens), ("candidate_length", candidate_length), ("rounds", rounds)):
         check_number(name, value, 1, integer=True)
-    contestants, llm = make_contestants(model, dtype, max_tokens, candidate_length)
+    contestants, engines = make_contestants(model, dtype, max_tokens, candidate_length, drafts)
+    llm = engines["minispec"]
     prompts = []
     for question in questions:
         framed = llm.render_chat([{"role": "user", "content": question}])
@@ -148,8 +159,12 @@ def bench(
     results = measure(contestants, prompts, rounds)
     precision = str(llm.dtype).removeprefix("torch.")
     print(f"{len(prompts)} prompts, {max_tokens} tokens each, one at a time, greedy, {precision}, {rounds} rounds")
-    print(f"{'':36}{'tokens/s':>10}{'low':>8}{'high':>8}{'ratio':>8}")
+    print(f"{'':36}{'tokens/s':>10}{'low':>8}{'high':>8}{'ratio':>8}{'first kept':>12}{'length':>8}")
     for result in results:
-        ratio = result.median / results[0].median
-        print(f"{result.name:36}{result.median:10.1f}{min(result.rates):8.1f}{max(result.rates):8.1f}{ratio:7.2f}x")
+        ratio = f"{result.median / results[0].median:.2f}x"
+        line = f"{result.name:36}{result.median:10.1f}{min(result.rates):8.1f}{max(result.rates):8.1f}{ratio:>8}"
+        counts = engines[result.name].engine.metrics.speculation if result.name in engines else None
+        if counts and counts.drafted:
+            line += f"{counts.acceptance_by_position[0]:12.1%}{counts.acceptance_length:8.2f}"
+        print(line)
     return results

@@ -95,6 +95,7 @@ def _bench(args: argparse.Namespace) -> None:
     from minispec.bench import bench, load_prompts
 
     options = {"dtype": args.dtype, "max_tokens": args.max_tokens, "rounds": args.rounds}
+    options["drafts"] = [name for name in args.drafts.split(",") if name]
     bench(args.model, load_prompts(args.prompts), candidate_length=args.candidate_length, **options)
 
 
@@ -267,6 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--prompts", metavar="FILE", help="questions in Spec-Bench form (JSONL); None: six of our own")
     bench.add_argument("--max-tokens", type=int, default=96, metavar="N", help="output tokens of each answer")
     bench.add_argument("--candidate-length", type=int, default=4, metavar="K", help="draft tokens per step")
+    bench.add_argument("--drafts", default="ngram", metavar="A,B", help="drafters to compare, such as mtp,mtp+ngram")
     bench.add_argument("--rounds", type=int, default=3, metavar="N", help="how often everything is repeated")
     command("fetch", _fetch, "fetch the embedded model (once) and print its folder")
     return parser

@@ -36,7 +36,8 @@ PROMPTS = {
     "code": "Write a Python class for a stack with push, pop, peek, is_empty and size.",
     "chat": "Explain to a child why the sea is salty.",
 }
-COLUMNS = ("prompt", "run", "tokens", "tokens/s", "forwards/token", "accepted", "length", "weights/token", "speed-up")
+COLUMNS = ("prompt", "run", "tokens", "tokens/s", "forwards/token", "first kept", "all kept", "length")
+COLUMNS += ("weights/token", "speed-up")
 STRIP_TOKENS, EDGE = 48, "#333333"  # tokens on one line of the figure, outlines
 
 
@@ -136,9 +137,12 @@ def _row(run: str, requests: Sequence[Request], reads: Reads) -> tuple[float, tu
     counts = [request.metrics.speculation for request in requests]
     drafted, accepted = sum(c.drafted for c in counts), sum(c.accepted for c in counts)
     emitted, verified = sum(c.emitted for c in counts), sum(c.verify_rows for c in counts)
-    rate, length = (f"{accepted / drafted:.0%}", f"{emitted / verified:.2f}") if drafted else ("-", "-")
+    first, rate, length = "-", "-", "-"
+    if drafted:
+        first = f"{sum(c.accepted_at[0] for c in counts if c.accepted_at) / verified:.0%}"
+        rate, length = f"{accepted / drafted:.0%}", f"{emitted / verified:.2f}"
     weights = f"{sum(map(reads.of, requests)) / tokens / 1e6:,.1f} MB"
-    return speed, (str(tokens), f"{speed:.1f}", f"{forwards:.2f}", rate, length, weights)
+    return speed, (str(tokens), f"{speed:.1f}", f"{forwards:.2f}", first, rate, length, weights)
 
 
 def compare(llm: LLM, pair: Pair) -> str:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from minispec.config import ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from minispec.core import Request, Row, Status, Step, TokenEvent, TokenKind
 from minispec.kv.pool import KVPool
-from minispec.metrics import EngineMetrics
+from minispec.metrics import EngineMetrics, RollbackEvent
 from minispec.runner import Runner
 from minispec.sampling.rng import child_seed
 from minispec.sampling.sampler import Outcome, choose_tokens
@@ -68,6 +68,7 @@ class Engine:
         self._ids = itertools.count()
         self._seeds = random.SystemRandom()
         self._stepping = False
+        self._took: dict[str, float] = {}  # seconds of each phase of the latest step
         self._abort_later: set[str] = set()  # ids whose abort came from inside a step
         if self.context_length < 2:
             raise ConfigError(f"a context of {self.context_length} tokens cannot hold a prompt and an output token")
@@ -184,7 +185,7 @@ class Engine:
 
     def _step(self) -> Step:
         with self._timed("plan"):
-            step = self.scheduler.plan(self._candidate_length())
+            step = self.scheduler.plan(self._speculative.candidate_length if self.drafter else 0)
         if not step.rows:
             assert not self.requests, "requests are queued and none can run"
             return step
@@ -193,15 +194,16 @@ class Engine:
         with self._timed("forward"):
             logits = self.runner.forward(step, self.pool.table.slots)
         with self._timed("verify"):
-            outcomes = choose_tokens(logits, step.sampled) if step.sampled else []
+            outcomes = choose_tokens(logits, step.sampled, self._speculative.verification) if step.sampled else []
         with self._timed("commit"):
             self._commit(step, outcomes)
         if self.config.check_every_step:
             self.check_integrity()
         return step
 
-    def _candidate_length(self) -> int:
-        return (self.config.speculative_config or SpeculativeConfig()).candidate_length if self.drafter else 0
+    @property
+    def _speculative(self) -> SpeculativeConfig:
+        return self.config.speculative_config or SpeculativeConfig()
 
     def _draft(self, step: Step) -> None:
         """Fill `row.drafts` and `row.q`. A drafter that fails costs its draft, never a request."""
@@ -239,6 +241,8 @@ class Engine:
         """Give each request its tokens and set its cursors to the committed end."""
         self.metrics.steps += 1
         self.metrics.computed_tokens += step.num_tokens
+        self._count_seconds(step)
+        tokens_before, emitting = self.metrics.output_tokens, 0
         by_row = dict(zip(map(id, step.sampled), outcomes, strict=True))
         for row in step.rows:
             request = row.request
@@ -258,6 +262,9 @@ class Engine:
             if was_prefill:
                 self.pool.commit_prefix(request)
             self._append(row, outcome)
+            emitting += 1
+        if emitting:
+            self.metrics.forwards_saved += (self.metrics.output_tokens - tokens_before) / emitting - 1
 
     def _append(self, row: Row, outcome: Outcome) -> None:
         request = row.request
@@ -295,10 +302,28 @@ class Engine:
 
     def _count(self, row: Row, outcome: Outcome, emitted: int) -> None:
         self.metrics.output_tokens += emitted
-        if row.drafts:
-            row.request.metrics.accepted_per_step.append(outcome.accepted)
-            for counts in (row.request.metrics.speculation, self.metrics.speculation):
-                counts.record(len(row.drafts), outcome.accepted, emitted)
+        if not row.drafts:
+            return
+        metrics = row.request.metrics
+        metrics.accepted_per_step.append(outcome.accepted)
+        for counts in (metrics.speculation, self.metrics.speculation):
+            counts.record(len(row.drafts), outcome.accepted, emitted)
+        kept = min(outcome.accepted, emitted)  # a stop inside the draft undoes the rest of it, right or not
+        if kept < len(row.drafts):
+            start, undone = row.start + row.num_committed + kept, tuple(row.drafts[kept:])
+            slots = self.pool.slots(row.request)[start : start + len(undone)].tolist()
+            metrics.rollbacks.append(
+                RollbackEvent(row.request.id, self.metrics.steps, start, tuple(slots), undone, outcome.accepted)
+            )
+
+    def _count_seconds(self, step: Step) -> None:
+        """Draft and verification time: once for the engine, in full for each request that shared the wait."""
+        draft, verify = self._took["draft"], self._took["forward"] + self._took["verify"]
+        asked = [row for row in step.rows if row.max_drafts > 0]
+        for row in asked:
+            row.request.metrics.speculation.record_seconds(draft, verify if row.drafts else None)
+        if asked:
+            self.metrics.speculation.record_seconds(draft, verify if any(row.drafts for row in asked) else None)
 
     def _fail(self, request: Request, message: str) -> None:
         request.error = message
@@ -338,7 +363,8 @@ class Engine:
     def _timed(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        self.metrics.add_seconds(phase, time.perf_counter() - started)
+        self._took[phase] = time.perf_counter() - started
+        self.metrics.add_seconds(phase, self._took[phase])
 
 
 @contextmanager

@@ -312,18 +312,22 @@ class LLM:
     def metrics(self) -> dict[str, Any]:
         """Counters since start: the fields of `EngineMetrics` and figures derived from them."""
         self._check_open()
-        engine, drafter = self.engine.metrics, self.engine.drafter
+        engine, counts = self.engine.metrics, self.engine.metrics.speculation
+        target_bytes, drafter = self.engine.runner.weight_bytes, self.engine.drafter
         draft_forwards, draft_bytes = (getattr(drafter, name, 0) for name in ("forwards", "weight_bytes"))
-        counts = asdict(engine) | {
+        return asdict(engine) | {
             "preemptions": self.engine.scheduler.preemptions,
-            "acceptance_rate": engine.speculation.acceptance_rate,
-            "acceptance_length": engine.speculation.acceptance_length,
-            "acceptance_by_position": engine.speculation.acceptance_by_position,
-            "forwards_saved": engine.speculation.forwards_saved,
+            "acceptance_rate": counts.acceptance_rate,
+            "acceptance_length": counts.acceptance_length,
+            "acceptance_by_position": counts.acceptance_by_position,
+            "draft_seconds": counts.draft_seconds,
+            "verification_latency": counts.verification_latency,
+            "rollbacks": counts.rollbacks,
+            "rollbacks_per_second": engine.rollbacks_per_second,
             "draft_forwards": draft_forwards,
-            "weight_bytes_read": engine.steps * self.engine.runner.weight_bytes + draft_forwards * draft_bytes,
+            "weight_bytes_read": engine.steps * target_bytes + draft_forwards * draft_bytes,
+            "weight_bytes_saved": engine.forwards_saved * target_bytes - draft_forwards * draft_bytes,
         }
-        return counts
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner."""

@@ -7,7 +7,17 @@ Definitions (K > 0 means that the step carried drafts for the request):
 - acceptance length = emitted / verify rows, so it counts the token that the target adds (1.0 = nothing gained).
 - acceptance by position j = drafts kept at place j / drafts offered at place j; a draft after the first miss is offered
   and not kept.
-- forwards saved = emitted - verify rows: plain decoding needs one forward per token.
+- draft time: seconds in the drafter, catching up included, over the steps that asked it for drafts.
+- verification latency: mean seconds of forward + verify over the steps that carried drafts, from packing the rows until
+  the accepted counts and tokens are on the host. Rows of other requests and prompt chunks in the same forward are in.
+  Both times are counted once for the engine, and in full for every request that waited for them.
+- rollback: a verification after which draft tokens that were written are not in the text: rejected ones and all behind
+  them, or what came after a stop. Per second of a request's life, or of the time that the engine spent in steps.
+- forwards saved by a request = emitted - verify rows: plain decoding, alone, needs one forward per token.
+- forwards saved by the engine: a forward gives each of its B emitting rows one token in plain decoding. A step whose B
+  rows emitted E tokens stands for E / B such forwards, so it saved E / B - 1. That is what a batch saves that stays as
+  wide as it is; when no other request waits to take the place of a fast one, the slowest decides and less is saved.
+- weight bytes saved = forwards saved * bytes of the target - draft forwards * bytes that each of them reads.
 
 Does not know: who counts. Taught in notebook 09 (guess and verify).
 """
@@ -15,6 +25,22 @@ Does not know: who counts. Taught in notebook 09 (guess and verify).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RollbackEvent:
+    """What one verification undid: positions [start, end), written for draft tokens that are not in the text."""
+
+    request_id: str
+    step: int  # number of the engine's forward, from 1
+    start: int
+    slots: tuple[int, ...]  # of these positions; the next step writes them again
+    drafts: tuple[int, ...]  # the draft tokens there
+    accepted: int  # drafts of this verification that the target agreed with, some of them perhaps behind a stop
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.drafts)
 
 
 @dataclass
@@ -34,6 +60,10 @@ class SpeculationCounts:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
+    rollbacks: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    verify_steps: int = 0  # forwards with drafts; one of them may hold several verify rows
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
@@ -44,12 +74,20 @@ class SpeculationCounts:
         self.drafted += drafted
         self.accepted += accepted
         self.emitted += emitted
+        self.rollbacks += min(accepted, emitted) < drafted
         missing = drafted - len(self.drafted_at)
         self.drafted_at += [0] * missing
         self.accepted_at += [0] * missing
         for position in range(drafted):
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < accepted
+
+    def record_seconds(self, draft: float, verify: float | None) -> None:
+        """Count the times of one step that asked for drafts; verify None: there were none to verify."""
+        self.draft_seconds += draft
+        if verify is not None:
+            self.verify_seconds += verify
+            self.verify_steps += 1
 
     @property
     def acceptance_rate(self) -> float:
@@ -65,7 +103,12 @@ class SpeculationCounts:
 
     @property
     def forwards_saved(self) -> int:
+        """By a request. The sum over requests is no number of the engine's forwards, see EngineMetrics."""
         return self.emitted - self.verify_rows
+
+    @property
+    def verification_latency(self) -> float:
+        return self.verify_seconds / self.verify_steps if self.verify_steps else 0.0
 
 
 @dataclass
@@ -79,6 +122,7 @@ class RequestMetrics:
     preemptions: int = 0
     accepted_per_step: list[int] = field(default_factory=list)  # one entry per verify row
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    rollbacks: list[RollbackEvent] = field(default_factory=list)  # in order, at most one per verify row
     first_token_s: float | None = None
     finished_s: float | None = None
 
@@ -98,6 +142,15 @@ class RequestMetrics:
     def acceptance_length(self) -> float:
         return self.speculation.acceptance_length
 
+    @property
+    def rollbacks_per_second(self) -> float:
+        """0 until the request has ended."""
+        return len(self.rollbacks) / self.finished_s if self.finished_s else 0.0
+
+    def weight_bytes_saved(self, target_bytes: int, draft_bytes: int) -> int:
+        """As if the request had run alone, with these bytes read by each forward of target and draft model."""
+        return self.speculation.forwards_saved * target_bytes - self.draft_forwards * draft_bytes
+
 
 @dataclass
 class EngineMetrics:
@@ -110,8 +163,14 @@ class EngineMetrics:
     output_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
     drafter_faults: int = 0  # times that the drafter raised or returned nonsense
+    forwards_saved: float = 0.0
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     seconds: dict[str, float] = field(default_factory=dict)  # plan, draft, forward, verify, commit
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    @property
+    def rollbacks_per_second(self) -> float:
+        total = sum(self.seconds.values())
+        return self.speculation.rollbacks / total if total else 0.0

@@ -166,7 +166,7 @@ class Scheduler:
                 shared = _common_prefix(tokens, np.array(other.tokens[: other.prefill_end]))
                 shared -= shared % self.pool.page_size
                 cached = self.pool.tree.match(request.tokens[:-1]).length if cached is None else cached
-                if shared - max(cached, other.kv_len) > (len(request.tokens) - cached) / 2:
+                if shared - cached > (len(request.tokens) - cached) / 2:
                     return True
         return False
 

@@ -347,12 +347,15 @@ def test_demo_runs_differ_only_in_the_drafter(tiny: list[str], tmp_path: Path, c
 
 def test_the_table_is_the_counters() -> None:
     plain = _request([0] * 10, forwards=10, seconds=5.0)
-    counts = SpeculationCounts(verify_rows=3, drafted=12, accepted=6, emitted=9)
+    counts = SpeculationCounts(3, drafted=12, accepted=6, emitted=9, drafted_at=[3], accepted_at=[2])
     fast = _request([0] * 10, forwards=4, seconds=2.0, counts=counts)
     head, first, second, *both = table([Pair("list", plain, fast)], Reads(50_000_000)).splitlines()
-    assert head.split() == "prompt run tokens tokens/s forwards/token accepted length weights/token speed-up".split()
-    assert first.split() == "list plain 10 2.0 1.00 - - 50.0 MB".split()
-    assert second.split() == "speculating 10 5.0 0.40 50% 3.00 20.0 MB 2.50x".split()
+    assert head.split() == [
+        *"prompt run tokens tokens/s forwards/token first kept all kept length".split(),
+        *"weights/token speed-up".split(),
+    ]
+    assert first.split() == "list plain 10 2.0 1.00 - - - 50.0 MB".split()
+    assert second.split() == "speculating 10 5.0 0.40 67% 50% 3.00 20.0 MB 2.50x".split()
     assert [line.split()[1:] for line in both][0] == first.split()[1:]
     assert both[1].split() == second.split()
 

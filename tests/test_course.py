@@ -21,6 +21,7 @@ from minispec.course import check, figures, run_notebooks
 from minispec.course.check import Case, judge
 from minispec.engine import Engine
 from minispec.runner import ModelRunner
+from minispec.sampling.distribution import sample
 
 PACKAGE = Path(minispec.__file__).parent
 
@@ -97,13 +98,26 @@ def test_numbers_of_any_kind_count_as_right(said, got) -> None:
 @pytest.mark.parametrize("got", [(1, 2), [1, 2], np.array([1, 2]), torch.tensor([1, 2])])
 def test_lists_of_any_kind_count_as_right(said, got) -> None:
     judge("exercise 1", lambda: got, [Case((), [1, 2])])
+    judge("exercise 1", lambda: [got, got], [Case((), [[1, 2], [1, 2]])])
+    assert said() == ["exercise 1: ok (1 case)"] * 2
+
+
+def test_numbers_in_lists_may_be_rounded_as_single_ones(said) -> None:
+    judge("exercise 1", lambda: torch.tensor([[0.1, 2 / 3]]), [Case((), [[0.1, 2 / 3]])])
     assert said() == ["exercise 1: ok (1 case)"]
 
 
 @pytest.mark.parametrize("got", [0.31, math.nan, [0.3], "0.3"])
 def test_what_is_near_or_alike_is_not_right(said, got) -> None:
     judge("exercise 1", lambda: got, [Case((), 0.3)])
-    assert "expected 0.3" in said()[0]
+    judge("exercise 1", lambda: [[got]], [Case((), [[0.3]])])
+    assert all("expected" in line for line in said())
+
+
+@pytest.mark.parametrize("got", [[], [1], [1, 2, 3], [2, 1], "12", 12])
+def test_a_list_of_other_length_or_order_is_not_right(said, got) -> None:
+    judge("exercise 1", lambda: got, [Case((), [1, 2])])
+    assert "expected [1, 2]" in said()[0]
 
 
 def test_an_answer_that_changes_its_arguments_cannot_spoil_the_next_case(said) -> None:
@@ -176,6 +190,207 @@ def test_counting_exercises_find_the_usual_mistakes(said) -> None:
     assert len(lines) == 6 and all("expected" in line for line in lines)
 
 
+def prefix(drafts, chosen):
+    """The drafts that stay."""
+    differ = [d != c for d, c in zip(drafts, chosen, strict=False)]
+    return drafts[: differ.index(True) if True in differ else len(drafts)]
+
+
+def cut(tokens, eos):
+    return tokens[: tokens.index(eos) + 1] if eos in tokens else tokens
+
+
+def kept_anywhere(drafts, chosen, eos):
+    """Takes every place where draft and choice agree for kept, also behind the first difference."""
+    kept = [d for d, c in zip(drafts, chosen, strict=False) if d == c]
+    return cut([*kept, chosen[len(kept)]], eos)
+
+
+VERIFY_MISTAKES = {
+    "no token of the target's own": lambda d, c, eos: cut(prefix(d, c), eos) if d else [c[0]],
+    "no correction, only a bonus": lambda d, c, eos: cut(prefix(d, c) + c[-1:] * (prefix(d, c) == d), eos),
+    "always the last choice": lambda d, c, eos: cut([*prefix(d, c), c[-1]], eos),
+    "goes on after the end": lambda d, c, eos: [*prefix(d, c), c[len(prefix(d, c))]],
+    "drops the end token": lambda d, c, eos: [t for t in cut([*prefix(d, c), c[len(prefix(d, c))]], eos) if t != eos],
+    "kept behind a difference": kept_anywhere,
+}
+
+
+@pytest.mark.parametrize("mistake", VERIFY_MISTAKES)
+def test_the_verification_exercise_finds_the_usual_mistakes(said, mistake) -> None:
+    check.nb09_ex2(VERIFY_MISTAKES[mistake])
+    assert "gives" in said()[0]
+
+
+def test_the_formula_exercise_finds_the_usual_mistakes(said) -> None:
+    check.nb09_ex1(lambda a, k: (1 - a ** (k + 1)) / (1 - a))  # divides by zero where a = 1
+    check.nb09_ex1(lambda a, k: k + 1 if a == 1 else (1 - a**k) / (1 - a))  # the target's own token forgotten
+    check.nb09_ex1(lambda a, k: 1 + a * k)  # guesses as if none depended on another
+    assert all("expected" in line for line in said())
+
+
+def test_chi_square_is_the_tail_of_the_distribution() -> None:
+    even = torch.tensor([0.5, 0.5])
+    assert math.isclose(check.chi_square(torch.tensor([60, 40]), even), 0.0455, abs_tol=1e-4)  # 2 standard deviations
+    assert check.chi_square(torch.tensor([50, 50]), even) == 1
+    thirds = torch.tensor([1, 1, 1]) / 3
+    assert math.isclose(check.chi_square(torch.tensor([10, 20, 30]), thirds), math.exp(-5), rel_tol=1e-5)  # 10 / 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda p, q: (p - q).abs() / (p - q).abs().sum(-1, keepdim=True).clamp(min=1e-9),
+        lambda p, q: (p - q).clamp(min=0),  # does not sum to 1
+        lambda p, q: (p - q).clamp(min=0) / (p - q).clamp(min=0).sum(-1, keepdim=True),  # 0 / 0 where p = q
+        lambda p, q: (p - q).clamp(min=0) / (p - q).clamp(min=0).sum().clamp(min=1e-9),  # the sum over all rows
+        lambda p, q: p,
+    ],
+)
+def test_the_residual_exercise_finds_the_usual_mistakes(said, wrong) -> None:
+    check.nb11_ex1(wrong)
+    assert "expected" in said()[0]
+
+
+def of(p, x):
+    return p[torch.arange(len(x)), x]
+
+
+def exact(p, q, x, u_accept, u_sample):
+    rest = (p - q).clamp(min=0)
+    return torch.where(u_accept * of(q, x) < of(p, x), x, sample(rest / rest.sum(-1, keepdim=True), u_sample))
+
+
+def if_likeliest(p, q, x, u_accept, u_sample):
+    return torch.where(x == p.argmax(-1), x, sample(p, u_sample))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "verdict"),
+    [
+        (lambda p, q, x, u, v: torch.where(u * of(q, x) < of(p, x), x, sample(p, v)), "'not p'"),  # p again
+        (lambda p, q, x, u, v: torch.where(of(q, x) <= of(p, x), x, sample(p, v)), "'too few drafts kept'"),
+        (lambda p, q, x, u, v: x, "'not p'"),
+        (lambda p, q, x, u, v: sample(p, v), "'too few drafts kept'"),  # exact, but what are the drafts for
+        (lambda p, q, x, u, v: x[:3], "raises"),
+    ],
+)
+def test_the_sampling_exercise_tells_exact_rules_from_wrong_ones(said, wrong, verdict) -> None:
+    check.nb11_ex2(if_likeliest, exact)
+    assert said() == ["exercise 2, shortcut: ok (1 case)", "exercise 2, speculate: ok (1 case)"]
+    check.nb11_ex2(exact, wrong)
+    shortcut, speculate = said()
+    assert "exact(20,000 draws) gives 'p', expected 'not p'" in shortcut
+    assert verdict in speculate and speculate.endswith("expected 'p'")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "verdict"),
+    [
+        (lambda e, h: (e, h), "agreement 0.10"),
+        (lambda e, h: (e[:-1], h[1:]), "agreement 0.20"),
+        (lambda e, h: e, "raises"),
+    ],
+)
+def test_the_pairing_exercise_reports_what_was_measured(said, wrong, verdict) -> None:
+    def agreement(pair):
+        embedded, hidden = pair(torch.arange(5), torch.arange(5))
+        return {5: 0.1, 0: 0.2, 4: 0.2 + 0.3 * (embedded[0] == hidden[0] + 1).item()}[len(hidden)]
+
+    check.nb10_ex1(lambda embedded, hidden: (embedded[1:], hidden[:-1]), agreement)
+    check.nb10_ex1(wrong, agreement)
+    right, line = said()
+    assert right == "exercise 1: ok (1 case)" and verdict in line and line.endswith("expected 'above 0.3'")
+
+
+def test_the_table_exercise_finds_the_usual_mistakes(said) -> None:
+    def share(trace, j, offered):
+        return sum(accepted >= j for _, accepted in trace) / max(1, offered)
+
+    def longest(trace):
+        return max(drafted for drafted, _ in trace)
+
+    check.nb10_ex2(lambda t: [share(t, j, len(t)) for j in range(1, longest(t) + 1)])  # drafts may be short
+    check.nb10_ex2(lambda t: [share(t, j, sum(a >= j - 1 for _, a in t)) for j in range(1, longest(t) + 1)])
+    check.nb10_ex2(lambda t: [share(t, j, sum(d >= j for d, _ in t)) for j in range(longest(t))])  # from depth 0
+    assert all("expected" in line for line in said())
+
+
+def pages_for(tokens, page_size):
+    return -(-tokens // page_size)
+
+
+def split(pages, count):
+    return pages[:count], pages[count:]
+
+
+REWIND_MISTAKES = {
+    "kv_len counts the pending token": lambda p, s, t, k: (t + k + 1, *split(p, pages_for(t + k + 1, s))),
+    "no slot for the pending token": lambda p, s, t, k: (t + k, *split(p, pages_for(t + k, s))),
+    "only full pages": lambda p, s, t, k: (t + k, *split(p, (t + k + 1) // s)),
+    "the kept guesses forgotten": lambda p, s, t, k: (t, *split(p, pages_for(t + 1, s))),
+    "pages lost": lambda p, s, t, k: (t + k, p[: pages_for(t + k + 1, s)], []),
+    "a page in both": lambda p, s, t, k: (t + k, p[: pages_for(t + k + 1, s)], p[(t + k + 1) // s :]),
+}
+
+
+@pytest.mark.parametrize("mistake", REWIND_MISTAKES)
+def test_the_rewind_exercise_finds_the_usual_mistakes(said, mistake) -> None:
+    check.nb12_ex1(lambda p, s, t, k: (t + k, *split(p, pages_for(t + k + 1, s))))
+    check.nb12_ex1(REWIND_MISTAKES[mistake])
+    right, wrong = said()
+    assert right == "exercise 1: ok (200 cases)" and "gives" in wrong
+
+
+def test_rows_are_spent_on_guesses_and_on_each_forward() -> None:
+    S = check.SHARED_ROWS
+    assert check.rows_spent([True] * 6, lambda history: 2) == 2 * (S + 3)
+    assert check.rows_spent([False] * 3, lambda history: 2) == 3 * (S + 3)
+    assert check.rows_spent([True, False, True], lambda history: 0) == 3 * (S + 1)
+    seen = []
+    check.rows_spent([True, False, True, True, True, True], lambda history: seen.append(history) or 9)
+    assert seen == [[], [(4, 1)]]  # the forward's own token takes the place of the wrong one
+
+
+def adaptive(history, probe_after=12):
+    recent = [kept / guesses for guesses, kept in history[-probe_after:] if guesses][-3:]
+    return 1 if not recent else 4 * (sum(recent) / len(recent) > 0.5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(lambda history, k=k: k for k in range(5)),  # no fixed number
+        lambda history: 4 if not history or history[-1][1] else 0,  # never tries again
+        lambda history: 1 + 3 * bool(history and history[-1][1]),  # never stops
+        lambda history: adaptive(history, probe_after=200),  # notices too late
+    ],
+)
+def test_the_adaptive_exercise_wants_all_three_texts(said, wrong) -> None:
+    check.nb12_ex2(adaptive)
+    check.nb12_ex2(wrong)
+    right, line = said()
+    assert right == "exercise 2: ok (3 cases)" and "times the best" in line
+
+
+def test_the_training_exercises_find_the_usual_mistakes(said) -> None:
+    def numbers(c, norms=5, width=2, mlp=3):
+        H, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        return width * H * H + 2 * H * q + 2 * H * kv + mlp * H * c.intermediate_size + norms * H
+
+    assert numbers(check.SMOLLM2) == 4_205_376
+    check.nb14_ex1(numbers)
+    for wrong in ({"norms": 4}, {"norms": 3}, {"width": 1}, {"mlp": 2}):
+        check.nb14_ex1(lambda c, wrong=wrong: numbers(c, **wrong))
+    check.nb14_ex2(lambda m, e, h: (m(e[1:], h[:-1]), m(e[2:], m(e[1:], h[:-1])[:-1])))
+    check.nb14_ex2(lambda m, e, h: (m(e[1:], h[:-1]), m(e[2:], h[:-2])))  # the target's state again
+    check.nb14_ex2(lambda m, e, h: (m(e[1:], h[:-1]), m(e[1:-1], m(e[1:], h[:-1])[:-1])))  # the token before
+    check.nb14_ex2(lambda m, e, h: (m(e, h), m(e[1:], m(e, h)[:-1])))  # no shift
+    lines = said()
+    assert [line for line in lines if "ok" in line] == ["exercise 1: ok (3 cases)", "exercise 2: ok (3 cases)"]
+    assert len(lines) == 9 and sum("expected" in line for line in lines) == 7
+
+
 # Source, guesses, the reference loop -------------------------------------------------------------------------------
 
 
@@ -230,6 +445,9 @@ DRAWINGS = [
     lambda: figures.roofline(20.0, 50.0, {"decode": (0.5, 8.0), "prefill": (20.0, 45.0)}),
     lambda: figures.bars("times", {"TTFT": {"a": 1.0, "b": 2.0}, "TPOT": {"a": 0.1, "b": 0.2}}, "ms"),
     lambda: figures.work({"one": [(0, 2)]}, 2),
+    lambda: figures.forwards({"copy": [1, 5, 5], "story": [1]}, {1: 1.0, 5: 1.2}),
+    lambda: figures.overlap([0.75, 0.25], [0.5, 0.5]),
+    lambda: figures.heat_maps("best K", {"time": np.array([[1.0, 0.8], [1.0, 1.2]])}, (1, 8), (0, 3)),
 ]
 
 
@@ -248,6 +466,30 @@ def test_the_roof_bends_where_memory_and_arithmetic_meet() -> None:
     assert legend(picture) == ["decode", "prefill"]
 
 
+def heights(ax) -> list[list[float]]:
+    return [[bar.get_height() for bar in drawn] for drawn in ax.containers if hasattr(drawn, "patches")]
+
+
+def test_the_forwards_picture_counts_forwards_by_their_tokens() -> None:
+    picture = figures.forwards({"copy": [1, 3, 3], "story": [1, 1]}, {1: 1.0, 5: 1.2})
+    left, right = picture.axes
+    assert heights(left) == [[1, 0, 2], [2, 0, 0]] and legend(picture) == ["copy", "story"]
+    assert [t.get_text() for t in left.get_xticklabels()] == ["1", "2", "3"]
+    assert right.lines[0].get_xydata().tolist() == [[1, 1.0], [5, 1.2]]
+
+
+def test_the_overlap_picture_fills_both_distributions() -> None:
+    picture = figures.overlap(torch.tensor([0.75, 0.25]), torch.tensor([0.5, 0.5]))
+    assert [heights(ax) for ax in picture.axes] == [[[0.5, 0.25], [0, 0.25]], [[0.5, 0.25], [0.25, 0]]]
+    assert legend(picture, 0) == ["kept, min(p, q): 0.75", "thrown away: 0.25"]
+    assert legend(picture, 1) == ["kept, min(p, q): 0.75", "residual: 0.25"]
+
+
+def test_bars_show_their_values_unless_there_are_too_many() -> None:
+    few, many = ({"a": dict.fromkeys("0123456789"[:n], 1), "b": dict.fromkeys("0123456789"[:n], 2)} for n in (8, 9))
+    assert [len(figures.bars("t", series, "u").axes[0].texts) for series in (few, many)] == [16, 0]
+
+
 def texts_and_boxes(svg: str) -> tuple[list[tuple[float, float, float]], list[tuple[float, float, float, float]]]:
     root = ElementTree.fromstring(svg)
     tag = "{http://www.w3.org/2000/svg}"
@@ -257,6 +499,31 @@ def texts_and_boxes(svg: str) -> tuple[list[tuple[float, float, float]], list[tu
     ]
     boxes = [tuple(float(r.get(k, 0)) for k in ("x", "y", "width", "height")) for r in root.iter(f"{tag}rect")]
     return texts, boxes
+
+
+def test_the_heat_map_writes_every_number_and_frames_the_least_of_each_row() -> None:
+    values = np.array([[1.0, 0.8, 0.9], [1.0, 1.2, 1.5]])
+    picture = figures.heat_maps("best K", {"time": values, "rows": -values}, (1, 8), (0, 1, 3))
+    time, rows = picture.axes
+    assert [text.get_text() for text in time.texts] == ["1.00", "0.80", "0.90", "1.00", "1.20", "1.50"]
+    assert [[round(frame.get_x() + 0.46) for frame in ax.patches] for ax in (time, rows)] == [[1, 0], [0, 2]]
+    assert [round(frame.get_y() + 0.46) for frame in time.patches] == [0, 1]
+    assert [label.get_text() for label in (*time.get_xticklabels(), *time.get_yticklabels())] == list("01318")
+
+
+def test_the_slots_picture_has_one_box_for_each_slot_and_a_gap_behind_each_page() -> None:
+    kinds = ["prompt", "prompt", "output", "undone", "reserved", "reserved", "free", "free"]
+    svg = figures.slots({"first": kinds, "then": kinds[::-1]}, page_size=2).data
+    texts, boxes = texts_and_boxes(svg)
+    fills = [r.get("fill") for r in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}rect")][1:]
+    look = {kind: color for kind, (color, _) in figures.SLOT_LOOKS.items()}
+    assert fills == [look[kind] for kind in (*kinds, *kinds[::-1], *look)] and len(set(look.values())) == 5
+    steps = [b[0] - a[0] for a, b in zip(boxes[1:8], boxes[2:9], strict=True)]
+    assert steps == [22, 30, 22, 30, 22, 30, 22]
+    _, _, width, height = boxes[0]
+    assert all(x + w <= width for x, _, w in texts) and all(x + w <= width and y + h <= height for x, y, w, h in boxes)
+    letters = [t.text for t in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text") if len(t.text) == 1]
+    assert "".join(letters) == "ppox" + "xopp" + "pox"
 
 
 def test_the_map_is_the_same_each_time_and_its_text_stays_in_its_boxes(tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -28,25 +29,28 @@ def greedy(n: int = MAX_TOKENS) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
 
 
-def write_head(path, config, family: str = "deepseek"):
-    """A random MTP module in a family's own names, as a safetensors file."""
+def write_head(path, config, family: str = "deepseek", num_modules: int = 1):
+    """Random MTP modules in a family's own names, as a safetensors file."""
     torch.manual_seed(3)
     module = MTPModule(config, hidden_first=family == "mimo")
-    prefix = {"deepseek": f"model.layers.{config.num_layers}.", "mimo": "model.mtp_layers.0."}[family]
     tensors = {}
-    for name, view in module.weight_views(FAMILIES[family][1]).items():
-        tensors[prefix + name] = torch.randn(view.shape) * 0.2 + ("norm" in name)
+    for k in range(num_modules):
+        prefix = {"deepseek": f"model.layers.{config.num_layers + k}.", "mimo": f"model.mtp_layers.{k}."}[family]
+        for name, view in module.weight_views(FAMILIES[family][1]).items():
+            tensors[prefix + name] = torch.randn(view.shape) * 0.2 + ("norm" in name)
     save_file(tensors, path)
     return path
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A tiny target, an MTP head for it, the prompts of the matrix and the reference's ids."""
+    """A tiny target, an MTP head for it (chain.safetensors beside it: one of three modules), the prompts of the matrix
+    and the reference's ids."""
     folder = tmp_path_factory.mktemp("target")
     write_tiny_checkpoint(folder, "llama")
     llm = LLM(str(folder), dtype="float32", kv_cache_tokens=64)
     head = write_head(folder.parent / "head.safetensors", llm.model_config)
+    write_head(folder.parent / "chain.safetensors", llm.model_config, num_modules=3)
     prompts = prompts_for(6, llm.model_config.vocab_size)
     return folder, head, prompts, [reference_greedy(llm.model, prompt, MAX_TOKENS) for prompt in prompts]
 
@@ -60,13 +64,14 @@ def config_for(kind: str, tiny) -> dict:
     folder, head, *_ = tiny
     return {
         "mtp": {"draft_model": "mtp", "draft_head": str(head)},
+        "chain": {"draft_model": "mtp", "draft_head": str(head.with_name("chain.safetensors"))},
         "mtp+ngram": {"draft_model": ["mtp", "ngram"], "draft_head": str(head), "ngram_min": 1},
         "early-exit": {"draft_model": "early-exit", "early_exit_layers": 1},
         "itself": {"draft_model": str(folder)},
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["mtp", "mtp+ngram", "early-exit", "itself"])
+@pytest.mark.parametrize("kind", ["mtp", "chain", "mtp+ngram", "early-exit", "itself"])
 @pytest.mark.parametrize("page_size,radix,chunk,k", MODES)
 def test_every_drafter_gives_reference_ids_in_every_mode(tiny, kind, page_size, radix, chunk, k):
     folder, _, prompts, expected = tiny
@@ -88,8 +93,8 @@ def test_every_drafter_gives_reference_ids_in_every_mode(tiny, kind, page_size, 
     assert_idle(llm.engine)
 
 
-def mtp_rows(drafter: MTPDrafter, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the MTP rows 1 .. n-1, recomputed from nothing."""
+def mtp_rows(drafter: MTPDrafter, tokens: list[int]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Per module k: (k, keys, values, hidden states) of its rows k .. n-1, recomputed from nothing."""
     ids, n = torch.tensor(tokens), len(tokens)
     hidden = drafter.target.forward(ids, torch.arange(n), CausalAttention())
     seen = []
@@ -98,20 +103,23 @@ def mtp_rows(drafter: MTPDrafter, tokens: list[int]) -> tuple[torch.Tensor, torc
         seen.append((k, v))
         return CausalAttention()(layer, q, k, v)
 
-    cos, sin = drafter.target.rotary(torch.arange(n - 1))
-    drafter.module(drafter.target.embedding(ids[1:]), hidden[:-1], cos, sin, attend)
-    return seen[0]
+    for k, module in enumerate(drafter.modules[: n - 1], start=1):
+        cos, sin = drafter.target.rotary(torch.arange(n - k))
+        hidden = module(drafter.target.embedding(ids[k:]), hidden[:-1], cos, sin, attend)
+        yield k, *seen[-1], hidden
 
 
+@pytest.mark.parametrize("kind", ["mtp", "chain"])
 @pytest.mark.parametrize("page_size,radix,chunk,k", MODES)
-def test_draft_rows_that_are_called_exact_are_exact(tiny, page_size, radix, chunk, k):
+def test_draft_rows_that_are_called_exact_are_exact(tiny, kind, page_size, radix, chunk, k):
     """After every step of every request, in every mode: no row of a rejected draft, of a chunk border or of another
-    request's prefix is ever taken for an exact one."""
-    folder, head, prompts, _ = tiny
-    speculative = {"draft_model": "mtp", "draft_head": str(head), "candidate_length": k}
+    request's prefix is ever taken for an exact one. The same for the hidden states that the next module reads."""
+    folder, _, prompts, _ = tiny
+    speculative = config_for(kind, tiny) | {"candidate_length": k}
     llm = make(folder, speculative, page_size=page_size, enable_radix_cache=radix, chunked_prefill_size=chunk)
     drafter, pool, checked = llm.engine.drafter, llm.engine.pool, 0
-    drafter.tenant.cache.k.fill_(float("nan"))  # a hole would not go unseen
+    for tensor in [t.cache.k for t in drafter.tenants] + [t.cache.v for t in drafter.tenants] + drafter.hidden:
+        tensor.fill_(float("nan"))  # a hole would not go unseen
     for prompt in prompts:
         llm.engine.add(prompt, greedy())
     while llm.engine.has_work:
@@ -119,10 +127,10 @@ def test_draft_rows_that_are_called_exact_are_exact(tiny, page_size, radix, chun
         for request in llm.engine.scheduler.running:
             end = drafter.cursor(request)
             if end > 1 and not request.in_prefill:
-                slots = torch.from_numpy(pool.slots(request)[1:end])
-                keys, values = mtp_rows(drafter, request.tokens)
-                torch.testing.assert_close(drafter.tenant.cache.k[0, slots], keys[: end - 1], atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(drafter.tenant.cache.v[0, slots], values[: end - 1], atol=1e-4, rtol=1e-4)
+                for m, *expected in mtp_rows(drafter, request.tokens[:end]):
+                    slots, cache = torch.from_numpy(pool.slots(request)[m:end]), drafter.tenants[m - 1].cache
+                    stored = cache.k[0, slots], cache.v[0, slots], drafter.hidden[m][slots]
+                    torch.testing.assert_close(stored, tuple(expected), atol=1e-4, rtol=1e-4)
                 checked += end
     assert checked > 500
     if radix:  # rows of a cached prefix are used again, up to the last whole page
@@ -132,10 +140,10 @@ def test_draft_rows_that_are_called_exact_are_exact(tiny, page_size, radix, chun
         assert drafter.cursor(request) >= request.metrics.cached_tokens > 0
 
 
-def test_acceptance_with_a_prefix_hit_equals_acceptance_without(tiny):
-    folder, head, prompts, _ = tiny
-    speculative = {"draft_model": "mtp", "draft_head": str(head), "candidate_length": 3}
-    llm = make(folder, speculative, page_size=4)
+@pytest.mark.parametrize("kind", ["mtp", "chain"])
+def test_acceptance_with_a_prefix_hit_equals_acceptance_without(tiny, kind):
+    folder, _, prompts, _ = tiny
+    llm = make(folder, config_for(kind, tiny) | {"candidate_length": 3}, page_size=4)
     for prompt in prompts[:-1]:
         [cold], [warm] = llm.generate(prompt, greedy(30)), llm.generate(prompt, greedy(30))
         assert cold.metrics.accepted_per_step == warm.metrics.accepted_per_step
@@ -144,7 +152,7 @@ def test_acceptance_with_a_prefix_hit_equals_acceptance_without(tiny):
 
 def test_preemption_and_pauses_only_leave_gaps_that_are_closed(tiny):
     folder, head, prompts, expected = tiny
-    for kind in ("mtp", "itself"):
+    for kind in ("mtp", "chain", "itself"):
         llm = make(
             folder, config_for(kind, tiny) | {"candidate_length": 3}, page_size=1, kv_cache_tokens=90, context_length=80
         )
@@ -216,7 +224,7 @@ def test_heads_are_found_by_name_in_each_family(tiny, tmp_path, family):
     folder, _, prompts, expected = tiny
     head = write_head(tmp_path / "head.safetensors", LLM(str(folder), kv_cache_tokens=64).model_config, family)
     llm = make(folder, {"draft_model": "mtp", "draft_head": str(head)})
-    assert llm.engine.drafter.module.hidden_first == (family == "mimo")
+    assert llm.engine.drafter.modules[0].hidden_first == (family == "mimo")
     [output] = llm.generate(prompts[0], greedy())
     assert_same_ids(output.token_ids, *expected[0])
 
@@ -265,11 +273,11 @@ def test_the_module_equals_transformers_own(tiny, hidden_first):
         expected = mtp.forward_layer(0, hidden[:, :-1], torch.arange(n - 1)[None], None, input_ids=ids[:, 1:])[0]
 
         llm = make(folder, {"draft_model": "mtp", "draft_head": str(head)})
-        drafter = llm.engine.drafter
-        drafter.module.hidden_first = hidden_first
+        [module] = llm.engine.drafter.modules
+        module.hidden_first = hidden_first
         ours = llm.model.forward(ids[0], torch.arange(n), CausalAttention())
         cos, sin = llm.model.rotary(torch.arange(n - 1))
-        got = drafter.module(llm.model.embedding(ids[0, 1:]), ours[:-1], cos, sin, CausalAttention())
+        got = module(llm.model.embedding(ids[0, 1:]), ours[:-1], cos, sin, CausalAttention())
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(llm.model.logits(got), theirs.lm_head(expected), atol=1e-4, rtol=1e-4)
 
@@ -288,7 +296,7 @@ def test_what_a_draft_model_reads_is_counted(tiny):
         assert drafter.weight_bytes == whole if kind == "itself" else 0 < drafter.weight_bytes < whole
 
 
-@pytest.mark.parametrize("kind", ["mtp", "itself"])
+@pytest.mark.parametrize("kind", ["mtp", "chain", "itself"])
 def test_a_long_prompt_is_caught_up_with_in_several_forwards(tiny, kind, monkeypatch):
     folder, _, prompts, expected = tiny
     monkeypatch.setattr("minispec.speculative.model.CATCH_UP_ROWS", 5)
@@ -302,4 +310,17 @@ def test_a_long_prompt_is_caught_up_with_in_several_forwards(tiny, kind, monkeyp
     # Alone, K = 1, two output tokens after the first: each catch-up reads at most 5 of the n + 1 (less the shift) rows.
     [alone] = make(folder, config_for(kind, tiny) | {"candidate_length": 1}).generate(prompts[0], greedy(3))
     rows = len(prompts[0]) + 1 - llm.engine.drafter.shift
-    assert alone.metrics.draft_forwards == -(-rows // 5)
+    assert alone.metrics.draft_forwards == llm.engine.drafter.chain * -(-rows // 5)
+
+
+def test_greedy_and_sampling_requests_of_different_lengths_share_a_batch(tmp_path):
+    folder = str(write_tiny_checkpoint(tmp_path, "llama"))
+    config = {"draft_model": "early-exit", "candidate_length": 3}
+    with LLM(folder, dtype="float32", speculative_config=config) as llm:
+        # The sampling requests end first, so that from some depth on only the greedy one still drafts.
+        params = [SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)]
+        params += [SamplingParams(seed=n, max_tokens=n, ignore_eos=True) for n in range(2, 7)]
+        outputs = llm.generate([[5, 6, 7]] * 6, params)
+        assert llm.metrics()["drafter_faults"] == 0
+    with LLM(folder, dtype="float32") as llm:
+        assert llm.generate([[5, 6, 7]], params[0])[0].token_ids == outputs[0].token_ids

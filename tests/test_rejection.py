@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from minispec.sampling.distribution import sample
-from minispec.sampling.rejection import verify, verify_greedy
+from minispec.sampling.rejection import verify, verify_ids
 from minispec.sampling.rng import Purpose, uniforms
 
 NEARLY_ONE = 1 - 2.0**-53
@@ -190,7 +190,7 @@ def test_draft_j_is_judged_by_row_j_and_the_bonus_comes_from_the_last_row():
         ([1, 4, 2], 0, 3),  # right for the rows one further on
     ]:
         packed = pack([drafts])
-        for verdict in (verify(tags, None, *packed, u, u), verify_greedy(expected, *packed)):
+        for verdict in (verify(tags, None, *packed, u, u), verify_ids(expected, *packed)):
             assert (verdict.accepted.tolist(), verdict.next_ids.tolist()) == ([accepted], [next_id]), drafts
 
 
@@ -241,8 +241,28 @@ def test_greedy_verification_is_the_case_of_one_hot_rows():
         drafts, p, _, u = random_batch(seed)
         one_hot = torch.nn.functional.one_hot(p.argmax(-1), VOCAB).float()
         packed = pack(drafts)
-        general, greedy = verify(one_hot, None, *packed, *u), verify_greedy(p.argmax(-1), *packed)
+        general, greedy = verify(one_hot, None, *packed, *u), verify_ids(p.argmax(-1), *packed)
         assert torch.equal(general.accepted, greedy.accepted) and torch.equal(general.next_ids, greedy.next_ids)
+
+
+def test_sample_and_match_gives_the_samples_whatever_was_drafted_and_keeps_no_more_than_rejection():
+    u = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    for p, q in zip(P, Q, strict=True):
+        ids = sample(p.expand(1000, VOCAB), u)
+        kept = []
+        for x in range(VOCAB):
+            verdict = verify_ids(rows_of(ids), *pack([[x]] * 1000))
+            assert torch.equal(verdict.accepted, (ids == x).long())
+            assert torch.equal(torch.where(verdict.accepted == 1, x, verdict.next_ids), ids)
+            kept.append(verdict.accepted.double().mean())
+        torch.testing.assert_close(torch.stack(kept), p, atol=1e-3, rtol=0)
+        assert (q * p).sum() <= torch.minimum(p, q).sum() + 1e-12
+    for seed in range(20):
+        drafts, p, _, u = random_batch(seed)
+        ids, (rows, starts, counts) = sample(p, u[1]), pack(drafts)
+        verdict = verify_ids(ids, rows, starts, counts)
+        for draft, start, n, next_id in zip(drafts, starts, verdict.accepted, verdict.next_ids, strict=True):
+            assert [*draft[:n], next_id] == ids[start : start + n + 1].tolist()
 
 
 @pytest.mark.parametrize("one_hot", [True, False])

@@ -115,6 +115,30 @@ def test_slots_of_rejected_drafts_go_back_before_anybody_is_preempted():
     assert (older.num_output, younger.num_output) == (2, 14) and engine.scheduler.preemptions == 0
 
 
+def test_a_preempted_request_goes_on_before_those_that_wait():
+    engine = tag_engine(slots=16, page_size=1, context_length=16, max_num_seqs=2)
+    work = (([1] * 3, 12), ([2] * 3, 9), ([3], 1))
+    _, preempted, waiting = (r for p, n in work for r in engine.add(p, greedy(n)))
+    while not preempted.metrics.preemptions:
+        engine.step()
+    assert list(engine.scheduler.waiting) == [preempted, waiting]
+    while not waiting.finished:
+        engine.step()
+    assert preempted.finished or preempted.status is Status.RUNNING
+    finish(engine)
+
+
+@pytest.mark.parametrize("pages,admitted", [(4, False), (5, True)])
+def test_a_newcomer_leaves_each_running_request_a_page_to_grow_into(pages, admitted):
+    engine = tag_engine(slots=4 * pages, page_size=4, context_length=16, max_num_seqs=3, enable_radix_cache=False)
+    *_, late = (r for i in (1, 2, 3) for r in engine.add([i] * 4, greedy(4)))
+    engine.step()
+    # The first two fill a page each and are about to need another one each; the third prompt needs one now.
+    assert (late.status is Status.RUNNING) == admitted
+    finish(engine)
+    assert (engine.scheduler.preemptions > 0) == admitted  # all three need six pages
+
+
 def test_after_a_preemption_the_first_step_emits_one_token_and_no_draft_is_left():
     logits_of = markov()
     engine = tag_engine(logits_of, slots=48, page_size=4, max_num_seqs=3, drafter=scripted(logits_of))
@@ -438,6 +462,38 @@ def test_slots_of_rejected_drafts_go_back_for_a_new_request():
     for _ in range(2):
         engine.step()
     assert late.finished
+    finish(engine)
+
+
+def test_drafts_may_use_the_whole_budget_when_no_prompt_is_to_be_read():
+    logits_of = markov()
+    options = {"max_num_batched_tokens": 8, "max_num_seqs": 1, "drafter": scripted(logits_of), "candidate_length": 7}
+    engine = tag_engine(logits_of, **options)
+    run(engine, [[1, 2], [3, 4]], greedy(17))  # the second one waits, but there is no place for it
+    assert engine.runner.steps[1][0][-1] == 7
+
+
+def test_a_short_beginning_in_common_is_not_waited_for():
+    engine = tag_engine(page_size=4, max_num_batched_tokens=32, chunked_prefill_size=2)
+    shared = [1, 2, 3, 4]
+    first, second = (r for tail in ([5] * 20, [6] * 20) for r in engine.add(shared + tail, greedy(1)))
+    engine.step()
+    assert first.status is second.status is Status.RUNNING
+    finish(engine)
+
+
+def test_drafts_get_pages_again_when_the_one_that_lacked_them_is_gone():
+    logits_of = markov()
+    wrong = scripted(logits_of, script=[0])
+    engine = tag_engine(logits_of, slots=16, page_size=4, context_length=16, max_num_seqs=3, drafter=wrong)
+    engine.add([1, 2], greedy(12))
+    [head] = engine.add([2] * 13, greedy(1))
+    engine.step()
+    assert head.status is Status.WAITING and engine.pool.num_free_pages == 3
+    engine.abort(head.id)
+    engine.step()
+    engine.step()
+    assert engine.runner.steps[1:] == [[("request-0", 2, 1, 1)], [("request-0", 3, 1, 4)]]
     finish(engine)
 
 

@@ -21,7 +21,7 @@ from IPython.display import SVG
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 from minispec.core import TokenKind
 from minispec.llm import RequestOutput
@@ -34,6 +34,8 @@ COLORS = {
     "idle": "#F4F4F4",
     "ink": "#222222",
 }
+OTHERS = ("#56B4E9", "#CC79A7", "#222222")  # things to tell apart that have no colour of their own
+KEPT, FIX = KIND_COLORS[TokenKind.ACCEPTED], KIND_COLORS[TokenKind.CORRECTED]
 STYLE = {  # of matplotlib
     "font.size": 11,
     "axes.titlesize": 12,
@@ -105,20 +107,80 @@ def roofline(read_gb_s: float, gflops: float, dots: Mapping[str, tuple[float, fl
     return picture
 
 
-def bars(title: str, series: Mapping[str, Mapping[str, float]], unit: str) -> Picture:
+def bars(
+    title: str, series: Mapping[str, Mapping[str, float]], unit: str, colors: Sequence[str] = tuple(COLORS.values())
+) -> Picture:
     """Grouped bars with their values. series: label -> group -> value; "prompt" and "output" have their colours."""
     picture = Picture(title)
     [ax] = picture.axes
+    _grouped(ax, series, colors)
+    ax.set(title=title, ylabel=unit)
+    return picture
+
+
+def _grouped(ax: Axes, series: Mapping[str, Mapping[str, float]], colors: Sequence[str]) -> None:
     groups, width = list(next(iter(series.values()))), 0.8 / len(series)
     for place, (label, values) in enumerate(series.items()):
         x = np.arange(len(groups)) + (place - (len(series) - 1) / 2) * width
-        color = list(COLORS.values())[place]
-        drawn = ax.bar(x, [values[group] for group in groups], width * 0.92, color=color, label=label)
-        ax.bar_label(drawn, fmt="{:,.4g}", fontsize=9)
+        drawn = ax.bar(x, [values[group] for group in groups], width * 0.92, color=colors[place], label=label)
+        if len(groups) * len(series) <= 16:  # more values would run into each other
+            ax.bar_label(drawn, fmt="{:,.4g}", fontsize=9)
     ax.set_xticks(range(len(groups)), groups)
-    ax.set(title=title, ylabel=unit)
     ax.margins(y=0.15)
     ax.legend()
+
+
+def forwards(tokens: Mapping[str, Sequence[int]], cost: Mapping[int, float]) -> Picture:
+    """What forwards bring and what they cost. tokens: text -> tokens of each forward; cost: rows -> T(rows) / T(1).
+
+    At most three texts.
+    """
+    picture = Picture("tokens per forward, and the time of a forward", columns=2)
+    left, right = picture.axes
+    sizes = range(1, max(map(max, tokens.values())) + 1)
+    _grouped(left, {text: {str(n): list(each).count(n) for n in sizes} for text, each in tokens.items()}, OTHERS)
+    left.set(title="tokens per forward", xlabel="tokens that one forward wrote", ylabel="forwards")
+    right.plot(list(cost), list(cost.values()), "o-", color=COLORS["ink"], label="measured")
+    right.plot(list(cost), list(cost), ":", color=COLORS["ink"], label="one row after the other")
+    right.set(title="time of a forward", xlabel="rows", ylabel="times the time of one row", ylim=(0, 1.1 * max(cost)))
+    right.legend()
+    return picture
+
+
+def overlap(p: Sequence[float], q: Sequence[float]) -> Picture:
+    """Two distributions over the same tokens, each cut into what both share, min(p, q), and its own rest."""
+    picture = Picture("p, q, min(p, q) and the residual", columns=2)
+    p, q = np.asarray(p), np.asarray(q)
+    shared, edges = np.minimum(p, q), np.arange(len(p) + 1) - 0.5
+    rests = {
+        "q: where drafts come from": (q, COLORS["again"], "thrown away"),
+        "p: what must come out": (p, FIX, "residual"),
+    }
+    for ax, (title, (whole, color, name)) in zip(picture.axes, rests.items(), strict=True):
+        rest = whole - shared
+        ax.bar(range(len(p)), shared, 1, color=KEPT, label=f"kept, min(p, q): {shared.sum():.2f}")
+        ax.bar(range(len(p)), rest, 1, shared, color=color, hatch="//", label=f"{name}: {rest.sum():.2f}")
+        ax.stairs(whole, edges, color=COLORS["ink"], linewidth=2)
+        ax.set(title=title, xlabel="token", ylabel="probability", ylim=(0, 1.4 * max(p.max(), q.max())))
+        ax.legend(loc="upper right", fontsize=9)
+    return picture
+
+
+def heat_maps(title: str, panels: Mapping[str, np.ndarray], rows: Sequence[int], columns: Sequence[int]) -> Picture:
+    """One panel for each [batch, K] array of numbers of which less is better; the best K of each batch is framed."""
+    picture = Picture(title, columns=len(panels), height=3.2)
+    for ax, (name, values) in zip(picture.axes, panels.items(), strict=True):
+        ax.imshow(
+            values, cmap="Blues", vmin=values.min(), vmax=1.6 * values.max(), aspect="auto"
+        )  # light: text is dark
+        for (row, column), value in np.ndenumerate(values):
+            ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=COLORS["ink"])
+        for row, column in enumerate(values.argmin(1)):
+            ax.add_patch(Rectangle((column - 0.46, row - 0.46), 0.92, 0.92, fill=False, edgecolor=FIX, linewidth=2.5))
+        ax.set(title=name, xlabel="K", xticks=range(len(columns)), yticks=range(len(rows)))
+        ax.set_xticklabels(columns)
+        ax.set_yticklabels(rows)
+    picture.axes[0].set_ylabel("requests in the batch")
     return picture
 
 
@@ -244,3 +306,32 @@ def _border(kind: TokenKind) -> str:
 
 def _word(x: float, y: float, word: str, kind: TokenKind) -> str:
     return _text(x, y, word, 14, font=MONO, fill="white" if kind is TokenKind.ACCEPTED else "")
+
+
+SLOT_LOOKS = {  # what a slot holds -> its colour and a letter; a slot that waits for its token has only a border
+    "prompt": (COLORS["prompt"], "p"),
+    "output": (COLORS["output"], "o"),
+    "undone": (FIX, "x"),
+    "reserved": (COLORS["idle"], ""),
+    "free": ("white", ""),
+}
+
+
+def slots(moments: Mapping[str, Sequence[str]], page_size: int) -> SVG:
+    """The slots of a small pool, one line for each moment; a gap ends each page. moments: name -> kind of each slot."""
+    left, side, parts = 7 * max(map(len, moments)) + 2 * MARGIN, 22, []
+    count = len(next(iter(moments.values())))
+    places = [left + slot * side + slot // page_size * 8 for slot in range(count)]
+    for line, (moment, kinds) in enumerate(moments.items()):
+        y = MARGIN + line * 30
+        parts.append(_text(MARGIN, y + 16, moment))
+        for x, kind in zip(places, kinds, strict=True):
+            color, letter = SLOT_LOOKS[kind]
+            parts += [_box(x, y, side - 2, 22, color, "" if kind != "free" else COLORS["again"])]
+            parts += [_text(x + 7, y + 15, letter, font=MONO)] * bool(letter)
+    y += 44
+    for place, (kind, (color, letter)) in enumerate(SLOT_LOOKS.items()):
+        x = MARGIN + 120 * place
+        parts.append(_box(x, y, side - 2, 22, color, "" if kind != "free" else COLORS["again"]))
+        parts += [_text(x + 7, y + 15, letter, font=MONO), _text(x + 28, y + 16, kind)]
+    return _svg(max(places[-1] + side, MARGIN + 600) + MARGIN, y + 42, parts)

@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from minispec.models.config import ModelConfig, ModelLoadError
 from minispec.models.embedded import EMBEDDED_MODEL, fetch_embedded
 from minispec.models.gguf import GGUFFile
+from minispec.models.linear import quantize
 from minispec.models.llama import CausalLM
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -46,10 +47,16 @@ class LoadedModel:
 
 
 def load_model(
-    name_or_path: str, *, dtype: torch.dtype, device: str | torch.device = "cpu", progress: bool = True
+    name_or_path: str,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    quantization: str | None = None,
+    progress: bool = True,
 ) -> LoadedModel:
     """Load a model and its tokenizer; see the module's docstring for what `name_or_path` may be.
 
+    quantization: "int8" or "fp8", see `linear.quantize`.
     Raises ModelLoadError (a ValueError), one sentence that names what is missing, damaged or not supported.
     """
     path = find_model(str(name_or_path), progress)
@@ -60,6 +67,8 @@ def load_model(
         config, tokenizer, tensors = read_config(path), read_tokenizer(path), read_tensors(path)
     model = CausalLM(config, dtype=dtype, device=device)
     fill(model, tqdm(tensors, desc="loading weights", unit=" tensors", delay=3, leave=False, disable=not progress))
+    if quantization:
+        quantize(model, quantization)
     model.pack()
     return LoadedModel(model.eval(), tokenizer, config, str(path))
 

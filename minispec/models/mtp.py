@@ -6,8 +6,11 @@
 
 It has the target's embedding and head, and one layer of its own. The target's hidden state at p-1 already knows what
 token p was likely to be; together with what it became, one layer is often enough to say what p+1 is. To guess further,
-the module reads its own hidden' in place of the target's. After DeepSeek-V3 (2024), section 2.2; the order of the
-two halves and the tensor names differ between families.
+the module reads its own hidden' in place of the target's; of several modules, each reads that of the one before.
+After DeepSeek-V3 (2024), section 2.2; the order of the two halves and the tensor names differ between families.
+
+A head file may state that it drafts from fewer tokens: d2t[i] added to draft id i is the target's id (EAGLE-3's
+convention, Li et al. 2025). Most of a draft is reading the head, and most text is written with few different tokens.
 
 Knows: the arithmetic of N packed rows, and where families keep their tensors. Does not know: caches, slots, drafting.
 Taught in notebook 10 (the MTP head).
@@ -17,12 +20,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from minispec.models.config import ModelConfig, ModelLoadError
-from minispec.models.linear import Linear
+from minispec.models.linear import Linear, quantize
 from minispec.models.llama import Attend, CausalLM, DecoderLayer, RMSNorm, layer_weight_views
 
 # Family -> (prefix of module k's tensors, our part -> its name there). The decoder layer lies under `layer`.
@@ -67,12 +73,6 @@ class MTPModule(nn.Module):
         x = self.projection(torch.cat(halves[::-1] if self.hidden_first else halves, -1))  # [N, 2H] -> [N, H]
         return self.norm(self.layer(x, cos, sin, attend))
 
-    def pack(self) -> None:
-        """See `CausalLM.pack`."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
-
     def weight_views(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
         """Name within a checkpoint's module -> the part of our parameters that it fills."""
         views = {
@@ -82,30 +82,96 @@ class MTPModule(nn.Module):
         return views | {prefix + name: view for name, view in layer_weight_views(self.layer).items()}
 
 
+@dataclass(frozen=True)
+class MTPWeights:
+    """MTP modules in order of depth and the head that they share, ready to run.
+
+    draft_ids: int64 [V'], the target's id of each row of the head; None: the rows are the target's vocabulary.
+    """
+
+    modules: list[MTPModule]
+    head: Linear
+    draft_ids: torch.Tensor | None
+
+
 def load_mtp(
-    tensors: Iterable[tuple[str, torch.Tensor]], target: CausalLM, *, dtype: torch.dtype, device: torch.device | str
-) -> list[MTPModule]:
-    """Build the MTP modules that a checkpoint holds, in order; found by tensor names, whatever its config promises.
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    target: CausalLM,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    quantization: str | None = None,
+) -> MTPWeights:
+    """Build the MTP modules that a checkpoint holds; found by tensor names, whatever its config promises.
 
     tensors: (name, tensor) pairs of the whole checkpoint or of a separate head file; others are passed over.
-    Raises ModelLoadError when there are none, or when one is incomplete or of another shape than the target's.
+    quantization: "int8" or "fp8" for the modules and a copy of the head, see `linear.quantize`.
+    Raises ModelLoadError when there are none, when one is incomplete or of another shape than the target's, or when
+    d2t does not lead to different ids of the target.
     """
     found: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+    draft_ids = None
     for name, tensor in tensors:
+        if name == "d2t":
+            draft_ids = _target_ids(tensor, target.config.vocab_size).to(device)
         for family, (pattern, _) in FAMILIES.items():
             match = re.match(pattern, name)
             own = match and (family != "deepseek" or int(match[1]) >= target.config.num_layers)
             if own and name[match.end() :] not in SHARED:
                 found.setdefault((family, int(match[1])), {})[name[match.end() :]] = tensor
     if not found:
-        raise ModelLoadError("the checkpoint holds no MTP module (tensors such as model.layers.L.eh_proj.weight)")
+        wanted = f"model.layers.{target.config.num_layers}.eh_proj.weight"
+        raise ModelLoadError(f"the checkpoint holds no MTP module for this target (tensors such as {wanted})")
     modules = []
     for (family, index), parts in sorted(found.items()):
         module = MTPModule(target.config, hidden_first=family == "mimo", dtype=dtype, device=device)
         _fill(module, parts, FAMILIES[family][1], f"MTP module {index}")
-        module.pack()
         modules.append(module.eval())
-    return modules
+    head, parts = target.head, nn.ModuleList(modules)
+    if draft_ids is not None or quantization:
+        rows = head.plain_weight if draft_ids is None else head.plain_weight[draft_ids]
+        head = Linear(rows.shape[1], rows.shape[0], dtype=dtype, device=device)
+        head.weight.copy_(rows)
+        parts.append(head)
+    if quantization:
+        quantize(parts, quantization)
+    for part in parts.modules():
+        if isinstance(part, Linear):
+            part.pack()
+    return MTPWeights(modules, head, draft_ids)
+
+
+def save_mtp(
+    path: Path | str,
+    module: MTPModule,
+    target_config: ModelConfig,
+    *,
+    draft_ids: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a module (not packed, embedding half first) as a head file: safetensors with DeepSeek's names.
+
+    draft_ids: int64 [V'], ascending: the ids that it drafts from. metadata goes into the file's header.
+    """
+    assert not module.hidden_first, "DeepSeek's files hold the embedding's half of the projection first"
+    views = module.weight_views(FAMILIES["deepseek"][1])
+    prefix = f"model.layers.{target_config.num_layers}."
+    tensors = {prefix + name: view.detach().to("cpu", dtype).contiguous() for name, view in views.items()}
+    if draft_ids is not None:
+        tensors["d2t"] = draft_ids.cpu() - torch.arange(len(draft_ids))
+    save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+
+
+def _target_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    if d2t.dim() != 1 or len(d2t) == 0 or d2t.is_floating_point():
+        raise ModelLoadError(f"d2t must be a list of whole numbers, got {d2t.dtype} {list(d2t.shape)}")
+    ids = d2t.long() + torch.arange(len(d2t))
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ModelLoadError(f"d2t leads to ids {ids.min()} to {ids.max()}; the target has 0 to {vocab_size - 1}")
+    if len(ids.unique()) < len(ids):
+        raise ModelLoadError(f"d2t leads {len(ids)} draft ids to {len(ids.unique())} ids of the target: not one to one")
+    return ids
 
 
 def _fill(module: MTPModule, parts: dict[str, torch.Tensor], names: Mapping[str, str], what: str) -> None:

@@ -12,7 +12,10 @@ p of the token after the first j drafts, so it judges draft j; the last row has 
 If row 0 keeps draft 7 and row 1 rejects draft 9, request 0 has accepted 1 and its next token comes from row 1, so the
 step yields two tokens. A request without drafts is ordinary sampling by the same call.
 
-Algorithm: Leviathan et al. 2023, section 2.3 and appendix A.1; Chen et al. 2023, algorithm 2.
+Two rules, both exact. `verify` weighs p against q: Leviathan et al. 2023, section 2.3 and appendix A.1; Chen et al.
+2023, algorithm 2. `verify_ids` lets the target choose first and keeps drafts that say the same: with argmaxes for
+greedy decoding, with samples of p for "sample and match".
+
 Knows: p, q, drafts and uniforms. Does not know: logits, sampling parameters, who drafted.
 Taught in notebooks 09 (guess and verify) and 11 (lossless).
 """
@@ -34,8 +37,11 @@ class Verdict(NamedTuple):
     next_ids: Tensor
 
 
-def verify_greedy(target_ids: Tensor, drafts: Tensor, row_start: Tensor, num_drafts: Tensor) -> Verdict:
-    """Keep drafts while they equal the target's argmax: target_ids [R], drafts [R], row_start [B], num_drafts [B]."""
+def verify_ids(target_ids: Tensor, drafts: Tensor, row_start: Tensor, num_drafts: Tensor) -> Verdict:
+    """Keep drafts while they equal what the target chose: target_ids [R], drafts [R], row_start [B], num_drafts [B].
+
+    Whatever was drafted, the tokens that come out are target_ids of their rows: drafts only say how many at once.
+    """
     stop = _first_stop(target_ids == drafts, row_start, num_drafts)
     return Verdict(stop - row_start, target_ids[stop])
 

@@ -23,9 +23,10 @@ from minispec.sampling.distribution import (
     needs_processing,
     probabilities,
     process_logits,
+    sample,
     token_logprobs,
 )
-from minispec.sampling.rejection import verify, verify_greedy
+from minispec.sampling.rejection import verify, verify_ids
 from minispec.sampling.rng import Purpose, uniforms
 
 
@@ -43,10 +44,12 @@ class Outcome:
 
 
 @torch.inference_mode()
-def choose_tokens(logits: torch.Tensor, rows: Sequence[Row]) -> list[Outcome]:
+def choose_tokens(logits: torch.Tensor, rows: Sequence[Row], verification: str = "rejection") -> list[Outcome]:
     """Sample and verify all rows of a step at once.
 
-    logits: [R, V] float32, the rows' positions in order (1 + number of drafts each).
+    logits: [R, V] float32, the rows' positions in order (1 + number of drafts each). verification: see
+    `SpeculativeConfig`. With "match" every position is sampled with the random number that plain decoding uses there,
+    so a seeded request gets the tokens that it gets without speculation.
     """
     device = logits.device
     num_drafts = np.array([len(row.drafts) for row in rows])
@@ -56,11 +59,14 @@ def choose_tokens(logits: torch.Tensor, rows: Sequence[Row]) -> list[Outcome]:
 
     processed = process_logits(logits, _histories(rows))
     if all(row.request.params.greedy for row in rows):
-        verdict = verify_greedy(processed.argmax(dim=-1), drafts, starts, counts)
+        verdict = verify_ids(processed.argmax(dim=-1), drafts, starts, counts)
     else:
         p = probabilities(processed, [row.request.params for row in rows for _ in range(row.num_logits)])  # [R, V]
         u_accept, u_sample = (torch.as_tensor(_uniforms(rows, purpose), device=device) for purpose in _VERIFY_PURPOSES)
-        verdict = verify(p, _draft_distributions(rows, drafts, p), drafts, starts, counts, u_accept, u_sample)
+        if verification == "match":
+            verdict = verify_ids(sample(p, u_sample), drafts, starts, counts)
+        else:
+            verdict = verify(p, _draft_distributions(rows, drafts, p), drafts, starts, counts, u_accept, u_sample)
 
     bad = bad_rows(processed)
     accepted, next_ids, bad = verdict.accepted.tolist(), verdict.next_ids.tolist(), bad.tolist()

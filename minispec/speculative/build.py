@@ -6,16 +6,18 @@ Taught in notebook 12 (speculation inside the engine).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from minispec.config import ConfigError, SpeculativeConfig
+from minispec.device import choose_device, choose_dtype
 from minispec.kv.pool import KVPool
 from minispec.models.config import ModelLoadError
+from minispec.models.embedded import EMBEDDED_MODEL, embedded_path
 from minispec.models.loading import LoadedModel, load_model, read_safetensors, read_tensors
 from minispec.models.mtp import load_mtp
 from minispec.runner import ModelRunner
@@ -23,9 +25,8 @@ from minispec.speculative.drafter import Drafter
 from minispec.speculative.model import EarlyExitDrafter, MTPDrafter, StandaloneDrafter
 from minispec.speculative.ngram import CopyFirst, NgramDrafter
 
-log = logging.getLogger(__name__)
-
 BUILT_IN = ("ngram", "mtp", "early-exit")
+EMBEDDED_HEAD = Path(str(resources.files("minispec"))) / "assets" / f"{EMBEDDED_MODEL}-mtp.safetensors"
 
 
 def needs_hidden(config: SpeculativeConfig | None) -> bool:
@@ -55,27 +56,40 @@ def _model_drafter(
 ) -> Drafter:
     sampled = config.draft_sampling == "probabilistic"
     if name == "mtp":
-        modules = load_mtp(_mtp_tensors(config.draft_head, loaded), loaded.model, dtype=dtype, device=runner.device)
-        if len(modules) > 1:
-            log.warning("the checkpoint holds %d MTP modules; the first one drafts at every depth", len(modules))
-        return MTPDrafter(modules[0], runner, pool, dtype=dtype, sampled=sampled)
+        tensors = _mtp_tensors(config.draft_head, loaded)
+        where = {"dtype": dtype, "device": runner.device, "quantization": config.draft_quantization}
+        return MTPDrafter(load_mtp(tensors, loaded.model, **where), runner, pool, dtype=dtype, sampled=sampled)
     if name == "early-exit":
         layers, most = config.early_exit_layers or max(1, loaded.config.num_layers // 4), loaded.config.num_layers - 1
         if layers > most:
             raise ConfigError(f"early_exit_layers must be from 1 to {most} for this model, got {layers}")
         return EarlyExitDrafter(layers, runner, pool, sampled=sampled)
+    device = _draft_device(config.draft_device) if config.draft_device else runner.device
+    if device.type != runner.device.type:  # what is quick there may be slow here
+        dtype, _ = choose_dtype("auto", device)
     try:
-        draft = load_model(name, dtype=dtype, device=runner.device)
+        draft = load_model(name, dtype=dtype, device=device, quantization=config.draft_quantization)
     except ModelLoadError as error:
         raise ConfigError(f"draft_model {name!r}: not {', '.join(BUILT_IN)}, so taken for a model; {error}") from error
     check_same_tokenizer(loaded.tokenizer, draft.tokenizer)
-    return StandaloneDrafter(draft.model, pool, runner.vocab_size, dtype=dtype, device=runner.device, sampled=sampled)
+    return StandaloneDrafter(draft.model, pool, runner.vocab_size, target_device=runner.device, sampled=sampled)
+
+
+def _draft_device(name: str) -> torch.device:
+    try:
+        return choose_device(name)
+    except ConfigError as error:
+        raise ConfigError(f"draft_device {name!r}: {error}") from error
 
 
 def _mtp_tensors(head: str | None, loaded: LoadedModel) -> Iterator[tuple[str, torch.Tensor]]:
     if head is not None:
         return read_safetensors(Path(head).expanduser())
     source = Path(loaded.source)
+    if source == embedded_path():
+        if not EMBEDDED_HEAD.is_file():
+            raise ConfigError(f"this installation lacks the MTP module of {EMBEDDED_MODEL} ({EMBEDDED_HEAD.name})")
+        return read_safetensors(EMBEDDED_HEAD)
     if not source.is_dir():
         raise ConfigError(f"{source} holds no MTP module that we can read; name a head file in draft_head")
     return read_tensors(source)

@@ -1,7 +1,7 @@
 """Drafting with a model: catch up with the committed tokens, then extend with its own output.
 
 A draft row lives at the slot of the last token that it has read, so everything stored at slot p depends on tokens 0..p
-only, and whatever the radix tree finds is valid for the draft model as well.
+only, and whatever the radix tree finds is valid for the draft model as well. The same holds for hidden states.
 
     position      0 1 2 3 4 5 6 7 8 9        tokens 0..6 are committed, K = 3
     exact         x x x x . . .              rows computed from committed tokens (and true hidden states)
@@ -29,7 +29,7 @@ from minispec.core import Request, StepLayout
 from minispec.kv.pool import KVPool
 from minispec.models.config import ModelConfig
 from minispec.models.llama import CausalLM
-from minispec.models.mtp import MTPModule
+from minispec.models.mtp import MTPWeights
 from minispec.runner import ModelRunner, Segment, Tenant, pack
 from minispec.sampling.distribution import LogitRow, needs_processing, probabilities, process_logits, sample
 from minispec.sampling.rng import Purpose, uniforms
@@ -47,19 +47,22 @@ class ModelDrafter(ABC):
 
     name: str
     weight_bytes: int  # read by each draft forward
+    chain = 1  # models that draft in turn, one for each depth; the last one drafts at all depths behind
     shift = 0  # positions before it have no draft row
     max_len: int | None = None  # positions that the draft model can number; longer requests are not drafted
+    draft_ids: torch.Tensor | None = None  # int64 [V'], the target's id of each logit; None: they are the same
 
     def __init__(self, pool: KVPool, vocab_size: int, device: torch.device, *, sampled: bool = True) -> None:
-        self.pool, self.vocab_size, self.device, self.sampled = pool, vocab_size, device, sampled
+        self.pool, self.vocab_size, self.sampled = pool, vocab_size, sampled
+        self.device = self.target_device = device  # where drafts are computed, where they are verified
         self.forwards = 0
 
     @abstractmethod
-    def forward(self, layout: StepLayout, carried: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run packed draft rows -> (logits [B, V'] float32 at layout.logit_rows, state [B, ...] for the next depth).
+    def forward(self, segments: Sequence[Segment], depth: int) -> torch.Tensor:
+        """Run draft rows and keep what they leave at their slots -> logits [B, V'] float32 where segments want them.
 
-        Positions in the layout count from `shift`. `carried` is None in a catch-up. After it each request brings one
-        row per depth, and `carried` is the state that its row before gave.
+        depth 0 is a catch-up. At depth j each request brings its newest draft; in a chain of M models, all j drafts
+        while j < M, because the model whose turn it is has read none of them.
         """
 
     @torch.inference_mode()
@@ -69,28 +72,26 @@ class ModelDrafter(ABC):
         active = [b for b, k in enumerate(lengths) if k > 0]
         drafts: list[list[int]] = [[] for _ in requests]
         q_rows: list[list[torch.Tensor]] = [[] for _ in requests]
-        state = None
         depth = 0
         while active:
+            drafting = [requests[b] for b in active]
             if depth == 0:
-                logits, state = self._catch_up([requests[b] for b in active])
+                logits = self._catch_up(drafting)
             else:
+                new = depth if depth < self.chain else 1
+                starts = [len(request.tokens) + depth - new for request in drafting]
                 segments = [
-                    self._segment(requests[b], len(requests[b].tokens) + depth - 1, drafts[b][-1:]) for b in active
+                    Segment(requests[b].table_row, start, drafts[b][-new:], 1)
+                    for b, start in zip(active, starts, strict=True)
                 ]
-                logits, state = self._run([requests[b] for b in active], self._layout(segments), state)
-            tokens, q = self._choose(
-                self._to_target(logits), [requests[b] for b in active], [drafts[b] for b in active]
-            )
+                logits = self._run(drafting, segments, depth)
+            tokens, q = self._choose(logits, drafting, [drafts[b] for b in active])
             for i, b in enumerate(active):
                 drafts[b].append(tokens[i])
-                if q is not None:
+                if q is not None and not requests[b].params.greedy:  # whose draft has no chance in it
                     q_rows[b].append(q[i])
             depth += 1
-            going_on = [i for i, b in enumerate(active) if lengths[b] > depth]
-            if state is not None and len(going_on) < len(active):
-                state = state[going_on]
-            active = [active[i] for i in going_on]
+            active = [b for b in active if lengths[b] > depth]
         return Proposal(drafts, [torch.stack(rows) if rows else None for rows in q_rows])
 
     def release(self, request: Request) -> None:  # noqa: B027
@@ -109,7 +110,7 @@ class ModelDrafter(ABC):
             return 0
         return k if self.max_len is None else max(0, min(k, self.max_len - len(request.tokens) + 1))
 
-    def _catch_up(self, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _catch_up(self, requests: Sequence[Request]) -> torch.Tensor:
         """Make all rows up to the last committed token exact; the outputs of that token's rows."""
         while True:
             # Those that need more than one forward go first, alone; then all of them end in the same forward.
@@ -118,38 +119,39 @@ class ModelDrafter(ABC):
             for request in behind or requests:
                 start = self.cursor(request)
                 chunk = request.tokens[start : start + CATCH_UP_ROWS]
-                segments.append(self._segment(request, start, chunk, num_logits=0 if behind else 1))
-            layout = self._layout(segments)
-            outputs = self._run(behind or requests, layout, None)
-            self.pool.draft_exact[layout.slots] = True
+                segments.append(Segment(request.table_row, start, chunk, 0 if behind else 1))
+            logits = self._run(behind or requests, segments, 0)
+            for row, start, chunk, _ in segments:
+                self.pool.draft_exact[self.pool.table.slots[row, start : start + len(chunk)]] = True
             if not behind:
-                return outputs
+                return logits
 
-    def _run(
-        self, requests: Sequence[Request], layout: StepLayout, carried: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`forward`, counted."""
-        self.forwards += 1
+    def _run(self, requests: Sequence[Request], segments: Sequence[Segment], depth: int) -> torch.Tensor:
+        """`forward`, counted: in a catch-up all models of a chain read the rows."""
+        count = self.chain if depth == 0 else 1
+        self.forwards += count
         for request in requests:
-            request.metrics.draft_forwards += 1
-        return self.forward(layout, carried)
+            request.metrics.draft_forwards += count
+        return self.forward(segments, depth)
 
-    def _segment(self, request: Request, start: int, tokens: Sequence[int], num_logits: int = 1) -> Segment:
-        return Segment(request.table_row, start - self.shift, tokens, num_logits)
-
-    @property
-    def table(self) -> np.ndarray:
-        """Position - shift -> slot."""
-        return self.pool.table.slots[:, self.shift :]
-
-    def _layout(self, segments: Sequence[Segment]) -> StepLayout:
-        return pack(segments, self.table)
+    def _layout(self, segments: Sequence[Segment], shift: int = 0) -> tuple[StepLayout, np.ndarray]:
+        """Pack the rows from position `shift` on, counted from there; also the table, position - shift -> slot."""
+        table = self.pool.table.slots[:, shift:]
+        later = [
+            s._replace(start=max(s.start - shift, 0), token_ids=s.token_ids[max(shift - s.start, 0) :])
+            for s in segments
+            if s.start + len(s.token_ids) > shift
+        ]
+        return pack(later, table), table
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _to_target(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary: ids that the draft model lacks get probability 0, its surplus is cut."""
+        if self.draft_ids is not None:
+            missing = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+            return missing.index_copy_(1, self.draft_ids, logits)
         missing = self.vocab_size - logits.shape[-1]
         if missing > 0:
             return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
@@ -158,54 +160,73 @@ class ModelDrafter(ABC):
     def _choose(
         self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[list[int]]
     ) -> tuple[list[int], torch.Tensor | None]:
-        """One token per request from logits [B, V]; q [B, V] if any was drawn by chance."""
+        """One token per request from logits [B, V']; q [B, V] if any was drawn by chance."""
         rows = [
             LogitRow(r.params, r.prompt, r.output + draft, r.stop_ids) if needs_processing(r.params) else None
             for r, draft in zip(requests, drafts, strict=True)
         ]
-        logits = process_logits(logits, rows)
-        if not self.sampled or all(r.params.greedy for r in requests):
+        drawn = self.sampled and not all(r.params.greedy for r in requests)
+        if not drawn and not any(rows):  # the common case needs no row over the whole vocabulary
+            best = logits[:, : self.vocab_size].argmax(-1)
+            return (best if self.draft_ids is None else self.draft_ids[best]).tolist(), None
+        logits = process_logits(self._to_target(logits).to(self.target_device), rows)
+        if not drawn:
             return logits.argmax(-1).tolist(), None
         q = probabilities(logits, [r.params for r in requests])
         seeds = np.array([r.seed for r in requests], dtype=np.uint64)
         positions = np.array([len(r.tokens) + len(draft) for r, draft in zip(requests, drafts, strict=True)])
-        u = self._tensor(uniforms(seeds, positions, Purpose.DRAFT))
+        u = torch.from_numpy(uniforms(seeds, positions, Purpose.DRAFT)).to(self.target_device)
         return sample(q, u).tolist(), q
 
 
 class MTPDrafter(ModelDrafter):
-    """The target's own MTP module over its hidden pool, used again for every depth with its own hidden state.
+    """The target's own MTP modules over its hidden pool, module k for the k-th draft of a step.
 
-    The row of position p reads token p and the hidden state of p - 1, so position 0 has none.
+    The row of module k at position p reads token p and the hidden state of module k - 1 at p - 1 (module 0 is the
+    target), so its first row is at position k, and it depends on tokens 0..p only. For drafts past the last module
+    (all but the first, of a single one) the last reads its own hidden states.
     """
 
     name = "mtp"
     shift = 1
 
     def __init__(
-        self, module: MTPModule, runner: ModelRunner, pool: KVPool, *, dtype: torch.dtype, sampled: bool = True
+        self, weights: MTPWeights, runner: ModelRunner, pool: KVPool, *, dtype: torch.dtype, sampled: bool = True
     ) -> None:
         super().__init__(pool, runner.vocab_size, runner.device, sampled=sampled)
         assert runner.hidden is not None, "MTP reads the hidden pool: the runner must keep it"
-        self.module, self.runner, self.target = module, runner, runner.model
-        H = self.target.config.hidden_size
-        self.weight_bytes = _bytes_of_layers(self.target.config, 1, dtype) + 2 * H * H * dtype.itemsize
-        self.tenant = Tenant(self.target.config, 1, pool.num_slots, dtype=dtype, device=self.device)
+        self.modules, self.head, self.draft_ids = weights.modules, weights.head, weights.draft_ids
+        self.target, self.chain = runner.model, len(self.modules)
+        config, size = self.target.config, self.modules[0].projection.itemsize
+        vocab_size = config.vocab_size if self.draft_ids is None else len(self.draft_ids)
+        self.weight_bytes = _bytes_of_layers(config, 1, size, vocab_size) + 2 * config.hidden_size**2 * size
+        self.hidden = [runner.hidden, *(torch.zeros_like(runner.hidden) for _ in self.modules)]  # by module, 0..M
+        self.tenants = [Tenant(config, 1, pool.num_slots, dtype=dtype, device=self.device) for _ in self.modules]
 
-    def forward(self, layout: StepLayout, carried: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See ModelDrafter; the carried state is the module's own hidden state [B, H]."""
-        if carried is None:  # shifted position p - 1 is where the target's hidden state of p - 1 lies
-            rows = np.repeat(layout.table_rows, layout.q_lens)
-            carried = self.runner.hidden.index_select(0, self._tensor(self.pool.table.slots[rows, layout.positions]))
+    def forward(self, segments: Sequence[Segment], depth: int) -> torch.Tensor:
+        """See ModelDrafter."""
+        hidden = self._rows(min(depth + 1, self.chain), min(depth, self.chain), segments)
+        if depth == 0:
+            for k in range(2, self.chain + 1):
+                self._rows(k, k - 1, segments)
+        return self.head(hidden).float()
+
+    def _rows(self, k: int, source: int, segments: Sequence[Segment]) -> torch.Tensor | None:
+        """Module k reads the hidden states of module `source`: its own [B, H] where segments want logits."""
+        if not any(s.start + len(s.token_ids) > k for s in segments):
+            return None  # too early in the sequence for a row
+        layout, table = self._layout(segments, shift=k)
+        before = self.pool.table.slots[np.repeat(layout.table_rows, layout.q_lens), layout.positions + k - 1]
+        read = self.hidden[source].index_select(0, self._tensor(before))
         embedded = self.target.embedding(self._tensor(layout.token_ids))
         cos, sin = self.target.rotary(self._tensor(layout.positions))
-        hidden = self.module(embedded, carried, cos, sin, self.tenant.attend(layout, self.table))  # [N, H]
-        hidden = hidden.index_select(0, self._tensor(layout.logit_rows))  # [B, H]
-        return self.target.logits(hidden), hidden
+        hidden = self.modules[k - 1](embedded, read, cos, sin, self.tenants[k - 1].attend(layout, table))  # [N, H]
+        self.hidden[k].index_copy_(0, self._tensor(layout.slots), hidden)
+        return hidden.index_select(0, self._tensor(layout.logit_rows))
 
 
 class StandaloneDrafter(ModelDrafter):
-    """A smaller model with the target's tokenizer and K/V of its own in the shared slots."""
+    """A smaller model with the target's tokenizer and K/V of its own in the shared slots, on any device."""
 
     name = "standalone"
 
@@ -215,21 +236,21 @@ class StandaloneDrafter(ModelDrafter):
         pool: KVPool,
         vocab_size: int,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
+        target_device: torch.device,
         sampled: bool = True,
     ) -> None:
-        super().__init__(pool, vocab_size, device, sampled=sampled)
-        self.model, self.max_len = model, model.config.context_length
-        self.weight_bytes = model.config.num_parameters * dtype.itemsize
-        self.tenant = Tenant(model.config, model.config.num_layers, pool.num_slots, dtype=dtype, device=device)
+        super().__init__(pool, vocab_size, target_device, sampled=sampled)
+        config, norm = model.config, model.norm.weight
+        self.model, self.max_len, self.device = model, config.context_length, norm.device
+        self.weight_bytes = config.num_parameters * model.head.itemsize
+        self.tenant = Tenant(config, config.num_layers, pool.num_slots, dtype=norm.dtype, device=norm.device)
 
-    def forward(self, layout: StepLayout, carried: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See ModelDrafter; nothing is carried."""
-        attend = self.tenant.attend(layout, self.table)
+    def forward(self, segments: Sequence[Segment], depth: int) -> torch.Tensor:
+        """See ModelDrafter."""
+        layout, table = self._layout(segments)
+        attend = self.tenant.attend(layout, table)
         hidden = self.model.forward(self._tensor(layout.token_ids), self._tensor(layout.positions), attend)
-        logits = self.model.logits(hidden.index_select(0, self._tensor(layout.logit_rows)))
-        return logits, None
+        return self.model.logits(hidden.index_select(0, self._tensor(layout.logit_rows)))
 
 
 class EarlyExitDrafter(ModelDrafter):
@@ -243,22 +264,23 @@ class EarlyExitDrafter(ModelDrafter):
     def __init__(self, num_layers: int, runner: ModelRunner, pool: KVPool, *, sampled: bool = True) -> None:
         super().__init__(pool, runner.vocab_size, runner.device, sampled=sampled)
         self.num_layers, self.runner = num_layers, runner
-        self.weight_bytes = _bytes_of_layers(runner.model.config, num_layers, runner.model.norm.weight.dtype)
+        config = runner.model.config
+        self.weight_bytes = _bytes_of_layers(config, num_layers, runner.model.head.itemsize, config.vocab_size)
 
     def cursor(self, request: Request) -> int:
         """The target itself has read all tokens but the last."""
         return request.kv_len
 
-    def forward(self, layout: StepLayout, carried: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See ModelDrafter; nothing is carried."""
-        model = self.runner.model
-        attend = self.runner.tenant.attend(layout, self.table)
+    def forward(self, segments: Sequence[Segment], depth: int) -> torch.Tensor:
+        """See ModelDrafter."""
+        model, (layout, table) = self.runner.model, self._layout(segments)
+        attend = self.runner.tenant.attend(layout, table)
         ids, positions = self._tensor(layout.token_ids), self._tensor(layout.positions)
         hidden = model.forward(ids, positions, attend, num_layers=self.num_layers)
-        logits = model.logits(hidden.index_select(0, self._tensor(layout.logit_rows)))
-        return logits, None
+        return model.logits(hidden.index_select(0, self._tensor(layout.logit_rows)))
 
 
-def _bytes_of_layers(config: ModelConfig, num_layers: int, dtype: torch.dtype) -> int:
+def _bytes_of_layers(config: ModelConfig, num_layers: int, itemsize: int, vocab_size: int) -> int:
     """Bytes of some layers, the final norm and the head."""
-    return replace(config, num_layers=num_layers, tie_embeddings=True).num_parameters * dtype.itemsize
+    small = replace(config, num_layers=num_layers, vocab_size=vocab_size, tie_embeddings=True)
+    return small.num_parameters * itemsize

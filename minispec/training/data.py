@@ -22,20 +22,20 @@ from minispec.config import ConfigError, SamplingParams
 from minispec.core import Request
 from minispec.llm import LLM
 
-USER_TURN_TOKENS = 96  # most tokens that the model may ask in one turn
 TEMPERATURES = (0.0, 0.0, 0.5, 0.8)  # of the answers; drafts are judged greedily most of the time
 # First words of a user's turn. Left alone, a small model asks about the same few things.
 OPENINGS = (
     *[""] * 8,
-    *"What|Who|Where|When|Why|How|Which|Is|Can|Should|If|Explain|Describe|Compare|List|Name|Give|Tell me|Imagine".split("|"),
-    *"Write a story about|Write a poem about|Write an email|Write a speech|Write a short essay on|Write a recipe".split("|"),
+    *"What|Who|Where|When|Why|How|Which|Is|Can|Should|If|Explain|Describe|Compare|List|Name|Give".split("|"),
+    *"Tell me|Imagine|Write a story about|Write a poem about|Write an email|Write a speech|Write a recipe".split("|"),
     *"Write a Python function|Write a program|Fix this code:|What does this code do?|Write a SQL query".split("|"),
     *"Translate this sentence|Translate the following German text to English:|Say in French:".split("|"),
     *"Summarize|Summarize the following article:|Rewrite|Correct the grammar:|Make this text shorter:".split("|"),
-    *"Solve|Calculate|A train|If a shop sells|John has|The sum of|Prove that|How many|What is the probability".split("|"),
-    *"Extract the names from|Classify|Answer using the text below:|Read the passage and answer:|True or false:".split("|"),
+    *"Solve|Calculate|A train|If a shop sells|John has|The sum of|Prove that|How many|What is the chance".split("|"),
+    *"Extract the names from|Classify|Answer using the text below:|Read the passage:|True or false:".split("|"),
     *"Plan a trip|Act as a doctor|Act as a teacher|You are a scientist|Give me advice|Help me|I need ideas".split("|"),
     *"Who wrote|When was|What is the capital|Which country|What happened|How does|What causes|Define".split("|"),
+    "Write a short essay on",
 )  # fmt: skip
 
 
@@ -64,6 +64,18 @@ class Conversations(NamedTuple):
         if len(lengths) != 1:
             raise ConfigError(f"the conversations must have one length, got {sorted(lengths)}")
         return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def held_out_rows(data: Conversations, count: int, seed: int) -> np.ndarray:
+    """Numbers of `count` greedy conversations, drawn by chance, that nothing may be learnt from; increasing.
+
+    Raises ConfigError when the data are too few for that.
+    """
+    greedy = np.flatnonzero(data.temperature == 0)
+    if len(greedy) < count or len(data.token_ids) <= count:
+        what = f"{len(data.token_ids)} conversations, {len(greedy)} of them greedy"
+        raise ConfigError(f"{what}: too few to hold {count} greedy ones out for measuring")
+    return np.sort(np.random.default_rng(seed).permutation(greedy)[:count])
 
 
 class Frame(NamedTuple):
@@ -102,19 +114,42 @@ class _Conversation:
         self.tokens += ids
         self.mask += [spoken] * len(ids)
 
+    def ask(self, llm: LLM, length: int, question_tokens: int, rng: np.random.Generator) -> None:
+        """Queue the turn that is due."""
+        left, seed = length - len(self.tokens), int(rng.integers(2**62))
+        if self.answering:
+            params = SamplingParams(temperature=self.temperature, max_tokens=left, seed=seed)
+        else:
+            most = min(left, question_tokens)
+            params = SamplingParams(temperature=1.0, top_k=100, top_p=0.95, max_tokens=most, seed=seed)
+        [self.request] = llm.engine.add(self.tokens, params)
 
-def write_conversations(llm: LLM, count: int, length: int, *, seed: int = 0, progress: bool = True) -> Conversations:
-    """Let the model talk with itself: `count` conversations of `length` tokens each.
+    def end_turn(self, frame: Frame, eos_ids: frozenset[int]) -> None:
+        """Keep what was said and add the frame's next piece. The end-of-turn token is the speaker's if he said it."""
+        said, piece = self.request.output, frame.to_question if self.answering else frame.to_answer
+        if said[-1] == piece[0]:
+            piece = piece[1:]
+        elif said[-1] in eos_ids:
+            said = said[:-1]
+        self.extend(said, spoken=self.answering)
+        self.extend(piece)
+        self.answering = not self.answering
 
-    The engine is kept full: when a conversation is complete, the next one starts. Raises ConfigError when the model
-    has no usable chat template, or `length` leaves no room for a question in the frame.
+
+def write_conversations(
+    llm: LLM, count: int, length: int, *, question_tokens: int = 96, seed: int = 0, progress: bool = True
+) -> Conversations:
+    """Let the model talk with itself: `count` conversations of `length` tokens each, in the order of their ends.
+
+    question_tokens: most tokens of a user's turn. The engine is kept full: when a conversation is complete, the next
+    one starts. Raises ConfigError when the model has no usable chat template, or `length` leaves no room for a
+    question in the frame.
     """
     frame, rng = Frame.of(llm), np.random.default_rng(seed)
-    room = length - len(frame.opening) - len(frame.to_answer)
-    if room < 2 or length > llm.engine.context_length:
-        least = len(frame.opening) + len(frame.to_answer) + 2
-        raise ConfigError(f"length must be from {least} to {llm.engine.context_length} tokens, got {length}")
     openings = [llm.tokenizer.encode(text, add_special_tokens=False) for text in OPENINGS]
+    least = len(frame.opening) + max(map(len, openings)) + 1
+    if not least <= length <= llm.engine.context_length:
+        raise ConfigError(f"length must be from {least} to {llm.engine.context_length} tokens, got {length}")
     done: list[_Conversation] = []
     running: list[_Conversation] = []
     with tqdm(total=count * length, desc="writing text", unit=" tokens", disable=not progress) as bar:
@@ -123,39 +158,20 @@ def write_conversations(llm: LLM, count: int, length: int, *, seed: int = 0, pro
                 conversation = _Conversation([], [], TEMPERATURES[rng.integers(len(TEMPERATURES))])
                 conversation.extend(frame.opening)
                 conversation.extend(openings[rng.integers(len(openings))])
-                _ask(llm, conversation, length, rng)
+                conversation.ask(llm, length, question_tokens, rng)
                 running.append(conversation)
             llm.engine.step()
             for conversation in [c for c in running if c.request.finished]:
-                _end_turn(conversation, frame, llm.engine.eos_ids)
+                conversation.end_turn(frame, llm.engine.eos_ids)
                 if len(conversation.tokens) >= length:
                     running.remove(conversation)
                     done.append(conversation)
                     bar.update(length)
                 else:
-                    _ask(llm, conversation, length, rng)
+                    conversation.ask(llm, length, question_tokens, rng)
     width = np.uint16 if llm.engine.runner.vocab_size <= 2**16 else np.int32
     return Conversations(
         np.array([c.tokens[:length] for c in done], dtype=width),
         np.array([c.mask[:length] for c in done]),
         np.array([c.temperature for c in done], dtype=np.float16),
     )
-
-
-def _ask(llm: LLM, conversation: _Conversation, length: int, rng: np.random.Generator) -> None:
-    """Queue the turn that is due."""
-    left, seed = length - len(conversation.tokens), int(rng.integers(2**62))
-    if conversation.answering:
-        params = SamplingParams(temperature=conversation.temperature, max_tokens=left, seed=seed)
-    else:
-        most = min(left, USER_TURN_TOKENS)
-        params = SamplingParams(temperature=1.0, top_k=100, top_p=0.95, max_tokens=most, min_tokens=1, seed=seed)
-    [conversation.request] = llm.engine.add(conversation.tokens, params)
-
-
-def _end_turn(conversation: _Conversation, frame: Frame, eos_ids: frozenset[int]) -> None:
-    """Keep what was said and add the frame's next piece, which brings the end-of-turn token."""
-    said = [token for token in conversation.request.output if token not in eos_ids]
-    conversation.extend(said, spoken=conversation.answering)
-    conversation.extend(frame.to_question if conversation.answering else frame.to_answer)
-    conversation.answering = not conversation.answering

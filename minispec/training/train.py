@@ -1,0 +1,243 @@
+"""The training loop: an MTP module learns to draft for a target that does not change.
+
+Matrices are trained by Muon (Jordan et al. 2024, torch.optim.Muon), which makes every direction of a matrix learn at
+the same pace; a small module learns several times faster per step with it. Norms are trained by AdamW. The first part
+of the run trains depth 1 alone, which is cheap, the rest all depths.
+
+Knows: optimisers, schedule, checkpoints. Does not know: where the text came from, how the module will be served.
+Taught in notebook 14 (how the head was made).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from minispec.config import ConfigError
+from minispec.models.linear import Linear
+from minispec.models.llama import CausalLM
+from minispec.models.loading import read_safetensors
+from minispec.models.mtp import MTPModule, load_mtp
+from minispec.training.data import Conversations
+from minispec.training.features import Features, spoken_next
+from minispec.training.unroll import Batch, acceptance, unroll
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the result, besides the text.
+
+    depths: drafts unrolled. depth1_share: part of the steps that train depth 1 only. depth_decay: weight of each
+    depth's loss relative to the one before. steps x batch conversations are read; `lr` is Muon's and falls to 0
+    linearly, that of the norms is lr / 10. vocab: size of the draft vocabulary. held_out: greedy conversations kept
+    for measuring. evaluate_every: steps.
+    """
+
+    depths: int = 3
+    depth1_share: float = 0.5
+    depth_decay: float = 0.8
+    steps: int = 1000
+    batch: int = 16
+    lr: float = 0.02
+    warmup: int = 20
+    weight_decay: float = 0.05
+    vocab: int = 8192
+    held_out: int = 64
+    evaluate_every: int = 100
+    seed: int = 0
+
+
+@dataclass
+class Progress:
+    """One evaluation: agreement with the target's greedy choice per depth, and the acceptance length of chains."""
+
+    step: int
+    loss: float
+    agreement: list[float]
+    length: float
+
+
+def draft_vocabulary(data: Conversations, size: int, vocab_size: int) -> torch.Tensor:
+    """The `size` ids that the assistant uses most, in increasing order, int64. All ids if there are not more."""
+    counts = np.bincount(data.token_ids[data.answer_mask].astype(np.int64), minlength=vocab_size)
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+
+
+def new_module(target: CausalLM, projection: torch.Tensor) -> MTPModule:
+    """A float32 module that starts as the target's last layer over the best linear guess of what that layer reads."""
+    module = MTPModule(target.config, dtype=torch.float32, device=target.norm.weight.device)
+    with torch.no_grad():
+        _copy(target.layers[-1], module.layer)
+        module.projection.weight.copy_(projection)
+        module.enorm.weight.fill_(1.0)
+        module.hnorm.weight.fill_(1.0)
+        module.norm.weight.copy_(target.norm.weight)
+    return module.requires_grad_(True)
+
+
+def module_from_head(path: Path, target: CausalLM) -> tuple[MTPModule, torch.Tensor]:
+    """(a float32 module to go on from, its draft vocabulary) out of a head file.
+
+    Raises ModelLoadError, or ConfigError when it holds several modules or no draft vocabulary.
+    """
+    device = target.norm.weight.device
+    loaded = load_mtp(read_safetensors(path), target, dtype=torch.float32, device=device)
+    if len(loaded.modules) != 1 or loaded.draft_ids is None:
+        raise ConfigError(f"{path} must hold one MTP module and its draft vocabulary (d2t) to be trained further")
+    module = MTPModule(target.config, dtype=torch.float32, device=device)
+    with torch.no_grad():
+        _copy(loaded.modules[0], module)
+    return module.requires_grad_(True), loaded.draft_ids.cpu()
+
+
+def _copy(source: torch.nn.Module, into: torch.nn.Module) -> None:
+    """Copy all weights; those of `source` may be packed."""
+    for theirs, ours in zip(source.modules(), into.modules(), strict=True):
+        for name, parameter in ours.named_parameters(recurse=False):
+            packed = isinstance(ours, Linear) and name == "weight"
+            parameter.copy_(theirs.plain_weight if packed else getattr(theirs, name))
+
+
+class Trainer:
+    """Trains `module` in place.
+
+    head [V', H]: the target's head rows of `vocab_ids` (int64 [V']). held_out: conversations that only measure.
+    Raises ConfigError when the rest is less than a batch.
+    """
+
+    def __init__(
+        self,
+        module: MTPModule,
+        target: CausalLM,
+        head: torch.Tensor,
+        vocab_ids: torch.Tensor,
+        data: Conversations,
+        features: Features,
+        held_out: np.ndarray,
+        recipe: Recipe,
+    ) -> None:
+        self.module, self.target, self.head, self.recipe = module, target, head, recipe
+        self.data, self.features, self.spoken = data, features, spoken_next(data)
+        self.to_draft = torch.full((target.config.vocab_size,), -1)
+        self.to_draft[vocab_ids] = torch.arange(len(vocab_ids))
+        self.held_out = held_out
+        self.train_rows = np.setdiff1d(np.arange(len(data.token_ids)), self.held_out)
+        if len(self.train_rows) < recipe.batch:
+            raise ConfigError(
+                f"{len(self.train_rows)} conversations to learn from are less than a batch of {recipe.batch}"
+            )
+        matrices = [p for p in module.parameters() if p.ndim == 2]
+        others = [p for p in module.parameters() if p.ndim != 2]
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=recipe.lr, weight_decay=recipe.weight_decay),
+            torch.optim.AdamW(others, lr=recipe.lr / 10, weight_decay=0.0),
+        ]
+        self.step = 0
+        self.history: list[Progress] = []
+
+    def run(self, checkpoint: Path | None = None, *, progress: bool = True) -> list[Progress]:
+        """Train to the end of the recipe, from `checkpoint` if that file exists; it is written at each evaluation."""
+        if checkpoint is not None and checkpoint.is_file():
+            self._resume(checkpoint)
+        bar = tqdm(total=self.recipe.steps, initial=self.step, desc="training", unit=" steps", disable=not progress)
+        batches = self._batches()
+        total = 0.0
+        with bar:
+            while self.step < self.recipe.steps:
+                loss = self._train(next(batches))
+                total = loss if total == 0.0 else 0.95 * total + 0.05 * loss
+                self.step += 1
+                bar.update()
+                bar.set_postfix(loss=f"{total:.3f}")
+                if self.step % self.recipe.evaluate_every == 0 or self.step == self.recipe.steps:
+                    agreement, length = self.evaluate()
+                    self.history.append(Progress(self.step, total, agreement, length))
+                    bar.write(describe(self.history[-1]))
+                    if checkpoint is not None:
+                        self._save(checkpoint)
+        return self.history
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[list[float], float]:
+        """(agreement per depth, acceptance length) on the held-out conversations."""
+        results = None
+        for rows in np.array_split(self.held_out, max(1, len(self.held_out) // self.recipe.batch)):
+            part = unroll(self.module, self.target, self.head, self.batch(rows), self.recipe.depths, self.head.dtype)
+            results = part if results is None else [a.joined(b) for a, b in zip(results, part, strict=True)]
+        return acceptance(results)
+
+    def batch(self, rows: np.ndarray) -> Batch:
+        """The conversations of these numbers, on the head's device."""
+        rows = np.sort(rows)
+        features = self.features
+        ids = self.to_draft[features.top_ids[rows].long()]  # [B, L, TOP], -1 outside the draft vocabulary
+        probs = torch.where(ids >= 0, features.top_probs[rows].float(), 0.0)
+        tokens = torch.from_numpy(self.data.token_ids[rows].astype(np.int64))
+        spoken = torch.from_numpy(self.spoken[rows])
+        parts = tokens, features.hidden[rows], spoken, ids[..., 0], ids.clamp(min=0), probs
+        return Batch(*(part.to(self.head.device) for part in parts))
+
+    def _batches(self) -> Iterator[Batch]:
+        """Epochs in an order that depends on the seed alone, from the present step on."""
+        size = self.recipe.batch
+        per_epoch = len(self.train_rows) // size
+        position = self.step
+        while True:
+            epoch, place = divmod(position, per_epoch)
+            order = np.random.default_rng([self.recipe.seed, epoch]).permutation(self.train_rows)
+            yield self.batch(order[place * size : (place + 1) * size])
+            position += 1
+
+    def _train(self, batch: Batch) -> float:
+        recipe = self.recipe
+        factor = min(1.0, (self.step + 1) / recipe.warmup) * (1 - self.step / recipe.steps)
+        for optimizer, base in zip(self.optimizers, (recipe.lr, recipe.lr / 10), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = base * factor
+        depths = 1 if self.step < recipe.depth1_share * recipe.steps else recipe.depths
+        results = unroll(self.module, self.target, self.head, batch, depths, self.head.dtype)
+        weights = [recipe.depth_decay**k for k in range(depths)]
+        loss = sum(w * r.loss for w, r in zip(weights, results, strict=True)) / sum(weights)
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if not torch.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss.item()} at step {self.step}: lower lr ({recipe.lr})")
+        return results[0].loss.item()
+
+    def _save(self, path: Path) -> None:
+        state = {
+            "module": self.module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "history": json.dumps([vars(entry) for entry in self.history]),
+            "recipe": repr(self.recipe),
+        }
+        torch.save(state, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+
+    def _resume(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.head.device, weights_only=True)
+        if state["recipe"] != repr(self.recipe):
+            raise ConfigError(f"{path} was made with {state['recipe']}, not with {self.recipe!r}: use another folder")
+        self.module.load_state_dict(state["module"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step = state["step"]
+        self.history = [Progress(**entry) for entry in json.loads(state["history"])]
+
+
+def describe(entry: Progress) -> str:
+    """One line for people."""
+    depths = " / ".join(f"{a:.3f}" for a in entry.agreement)
+    return f"step {entry.step}: loss {entry.loss:.3f}, agreement by depth {depths}, length {entry.length:.2f}"
