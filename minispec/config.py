@@ -52,9 +52,11 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 are off. max_tokens None runs to the context limit;
     a larger value than the context allows is cut to it. `stop` strings end the text before the match; stop tokens
     (the model's own end-of-sequence ids unless ignore_eos, and stop_token_ids) stay in token_ids and not in text.
-    Before min_tokens output tokens neither kind of stop applies. `seed` makes the request reproducible whatever
-    it is batched with. `logprobs` = m reports the natural log-probability of each output token and of the m likeliest
-    ones, from the raw logits, before any field here is applied.
+    Before min_tokens output tokens neither kind of stop applies. `seed` makes the request reproducible whatever it is
+    batched with. With drafts that holds for verification "match"; under "rejection" the tokens depend on how many
+    drafts each step had room for, and only their distribution does not. `logprobs` = m reports the natural
+    log-probability of each output token and of the m likeliest ones, from the raw logits, before any field here is
+    applied.
 
     Raises ConfigError (a ValueError) that names the field, the value and the range.
     """
@@ -133,7 +135,7 @@ class SpeculativeConfig:
     ("greedy", q is one-hot). Both are exact; greedy requests are drafted greedily in any case.
     draft_head: a safetensors file with an MTP module. early_exit_layers: how many of the target's layers draft.
     draft_device: where a draft model of its own computes ("cpu", "cuda:1"); None: with the target.
-    draft_quantization: "int8" or "fp8" weights for the MTP module or the draft model (torchao); None: the target's type.
+    draft_quantization: "int8" or "fp8" weights for the MTP module or the draft model, by torchao.
     verification: "rejection" keeps a draft with probability min(1, p/q); "match" samples the target at every position
     and keeps drafts while they equal the sample. Both are exact; rejection never accepts less.
     ngram_max, ngram_min: longest and shortest suffix looked up, in tokens; the longest match wins.
@@ -160,6 +162,10 @@ class SpeculativeConfig:
             raise ConfigError(f"draft_model takes one name, or one and 'ngram'; got {self.draft_model!r}")
         check_number("candidate_length", self.candidate_length, 0, 64, integer=True)
         check_choice("draft_sampling", self.draft_sampling, ("probabilistic", "greedy"))
+        for name in ("draft_head", "draft_device"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise ConfigError(f"{name} must be text that is not empty, got {value!r}")
         if self.draft_head is not None and "mtp" not in names:
             raise ConfigError(f"draft_head {self.draft_head!r} is only read when draft_model is 'mtp'")
         own_model = any(name not in ("ngram", "mtp", "early-exit") for name in names)
@@ -172,6 +178,8 @@ class SpeculativeConfig:
         check_choice("verification", self.verification, ("rejection", "match"))
         if self.early_exit_layers is not None:
             check_number("early_exit_layers", self.early_exit_layers, 1, integer=True)
+            if "early-exit" not in names:
+                raise ConfigError(f"early_exit_layers is for draft_model 'early-exit', not for {names}")
         check_number("ngram_max", self.ngram_max, 1, 32, integer=True)
         check_number("ngram_min", self.ngram_min, 1, self.ngram_max, integer=True)
         object.__setattr__(self, "draft_model", names[0] if len(names) == 1 else tuple(names))

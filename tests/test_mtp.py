@@ -37,7 +37,7 @@ class TagTarget(TagRunner):
 
     def __init__(self, num_slots: int, ids: list[int], vocab_size: int, delay: int = 0) -> None:
         super().__init__(num_slots, vocab_size, self.logits_of_prefix)
-        self.ids, self.delay = ids, delay
+        self.ids, self.delay, self.num_text_tokens = ids, delay, vocab_size
         self.hidden = torch.full((num_slots, 2), float("nan"))
         config = ModelConfig("llama", vocab_size, 2, 2, 1, 1, 1, 2, max_position=128)
         self.model = SimpleNamespace(

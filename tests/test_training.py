@@ -341,6 +341,19 @@ def test_command_makes_a_head_that_the_engine_loads(tmp_path, capsys):
     assert all((work / name).stat().st_mtime_ns == files[name] for name in kept)
     assert main([*command, "--length", "48", "--question-tokens", "96", "--work", str(tmp_path / "short")]) == 2
     assert "the assistant says nothing in 20 conversations of 48 tokens" in capsys.readouterr().err
+    Conversations.load(work / "text.npz")[0].tofile(tmp_path / "raw")
+    other = Conversations(*(x.copy() for x in Conversations.load(work / "text.npz")))
+    other.token_ids[0, -1] ^= 1
+    other.save(tmp_path / "other.npz")
+    assert main([*command, "--data", str(tmp_path / "other.npz")]) == 2  # features of another text
+    assert f"belongs to text {Conversations.load(work / 'text.npz').digest}" in capsys.readouterr().err
+    for option, value in (("--steps", "0"), ("--depth1-share", "2"), ("--lr", "-1"), ("--data", str(tmp_path / "raw"))):
+        assert main([*command, option, value]) == 2 and value in capsys.readouterr().err
+    for name in ("features.safetensors", "checkpoint.pt"):
+        whole = (work / name).read_bytes()
+        (work / name).write_bytes(whole[:1000])
+        assert main(command) == 2 and f"{name} is not a complete" in capsys.readouterr().err
+        (work / name).write_bytes(whole)
     prompt, params = [5, 6, 7, 8], SamplingParams(temperature=0, max_tokens=20)
     plain = LLM(str(folder), dtype="float32").generate([prompt], params)[0]
     config = {"draft_model": "mtp", "draft_head": str(work / "mtp.safetensors"), "candidate_length": 3}

@@ -238,19 +238,16 @@ def nb09_ex2(verified: Callable[[list[int], list[int], int], list[int]]) -> None
 
 # 10 The MTP head ---------------------------------------------------------------------------------------------------
 
-LEAST_AGREEMENT = 0.3
+Pair = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def nb10_ex1(
-    pair: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    agreement: Callable[[Callable], float],
-) -> None:
-    """pair(embedded, hidden), both [N, H], -> the rows that the module reads; agreement(pair) measures its drafts."""
+def nb10_ex1(pair: Pair, agreement: Callable[[Pair], float]) -> None:
+    """pair(embedded [N, H], hidden [N - 1, H]) -> the rows that the module reads; agreement(pair) measures them."""
 
     @functools.wraps(pair)
     def measured() -> str:
         share = agreement(pair)
-        return "above 0.3" if share > LEAST_AGREEMENT else f"agreement {share:.2f}"
+        return "above 0.3" if share > 0.3 else f"agreement {share:.2f}"
 
     judge("exercise 1", measured, [Case((), "above 0.3", "rows of real answers")])
 

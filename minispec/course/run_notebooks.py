@@ -2,7 +2,7 @@
 
 A number takes the notebook and its solutions; without numbers all are run. Each gets a fresh kernel in its own
 folder. What is written is the same on every machine: no widget state, no times, no kernel of the author's.
-A notebook that raises is left as it was, and the exit status is 1.
+A notebook that raises or hangs is left as it was, and the exit status is 1.
 
 Knows: the notebook format. Does not know: what the notebooks say. Used by `make notebooks`.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -39,7 +39,7 @@ def find(numbers: Sequence[str], folder: Path = FOLDER) -> list[Path]:
 
 
 def execute(notebook: NotebookNode, folder: Path) -> None:
-    """Run all cells in `folder`, from empty outputs. Raises CellExecutionError at the first cell that raises."""
+    """Run all cells in `folder`, from empty outputs; a cell that raises or hangs ends it with nbclient's exception."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
@@ -82,7 +82,7 @@ def main(numbers: Sequence[str]) -> int:
         notebook = nbformat.read(path, as_version=4)
         try:
             execute(notebook, path.parent)
-        except CellExecutionError as error:
+        except (CellExecutionError, CellTimeoutError) as error:
             failed = 1
             print(f"failed\n{error}")
             continue

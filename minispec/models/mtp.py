@@ -122,6 +122,9 @@ def load_mtp(
     if not found:
         wanted = f"model.layers.{target.config.num_layers}.eh_proj.weight"
         raise ModelLoadError(f"the checkpoint holds no MTP module for this target (tensors such as {wanted})")
+    first = min(index for _, index in found)
+    if sorted(found) != [(family, first + i) for i, (family, _) in enumerate(sorted(found))]:
+        raise ModelLoadError(f"the MTP modules must follow each other, found {sorted(found)}")
     modules = []
     for (family, index), parts in sorted(found.items()):
         module = MTPModule(target.config, hidden_first=family == "mimo", dtype=dtype, device=device)
@@ -161,10 +164,11 @@ def save_mtp(
     if draft_ids is not None:
         tensors["d2t"] = draft_ids.cpu() - torch.arange(len(draft_ids))
     save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
+    Path(path).chmod(0o644)  # safetensors writes files that only their owner can read
 
 
 def _target_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    if d2t.dim() != 1 or len(d2t) == 0 or d2t.is_floating_point():
+    if d2t.dim() != 1 or len(d2t) == 0 or d2t.dtype not in (torch.int16, torch.int32, torch.int64):
         raise ModelLoadError(f"d2t must be a list of whole numbers, got {d2t.dtype} {list(d2t.shape)}")
     ids = d2t.long() + torch.arange(len(d2t))
     if ids.min() < 0 or ids.max() >= vocab_size:
@@ -182,6 +186,11 @@ def _fill(module: MTPModule, parts: dict[str, torch.Tensor], names: Mapping[str,
         if parts[name].shape != view.shape:
             shapes = f"{list(parts[name].shape)} in the file, {list(view.shape)} by the target's config"
             raise ModelLoadError(f"{what}: tensor {name} has contradicting shapes: {shapes}")
+        if parts[name].dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            kind = str(parts[name].dtype).removeprefix("torch.")
+            raise ModelLoadError(f"{what}: tensor {name} is {kind}; read are float16, bfloat16, float32 and float64")
+        if not parts[name].isfinite().all():
+            raise ModelLoadError(f"{what}: tensor {name} holds numbers that are not finite")
         view.copy_(parts[name])
     unknown = sorted(set(parts) - set(views))
     if unknown:

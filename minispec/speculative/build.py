@@ -7,6 +7,7 @@ Taught in notebook 12 (speculation inside the engine).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -58,7 +59,9 @@ def _model_drafter(
     if name == "mtp":
         tensors = _mtp_tensors(config.draft_head, loaded)
         where = {"dtype": dtype, "device": runner.device, "quantization": config.draft_quantization}
-        return MTPDrafter(load_mtp(tensors, loaded.model, **where), runner, pool, dtype=dtype, sampled=sampled)
+        weights = load_mtp(tensors, loaded.model, **where)
+        used = replace(weights, modules=weights.modules[: config.candidate_length])  # a later one would never draft
+        return MTPDrafter(used, runner, pool, dtype=dtype, sampled=sampled)
     if name == "early-exit":
         layers, most = config.early_exit_layers or max(1, loaded.config.num_layers // 4), loaded.config.num_layers - 1
         if layers > most:
@@ -72,7 +75,7 @@ def _model_drafter(
     except ModelLoadError as error:
         raise ConfigError(f"draft_model {name!r}: not {', '.join(BUILT_IN)}, so taken for a model; {error}") from error
     check_same_tokenizer(loaded.tokenizer, draft.tokenizer)
-    return StandaloneDrafter(draft.model, pool, runner.vocab_size, target_device=runner.device, sampled=sampled)
+    return StandaloneDrafter(draft.model, runner, pool, sampled=sampled)
 
 
 def _draft_device(name: str) -> torch.device:

@@ -41,7 +41,7 @@ CATCH_UP_ROWS = 512  # most rows of one request in one catch-up forward; a long 
 class ModelDrafter(ABC):
     """What all drafters with a model share. Subclasses say how one forward is done.
 
-    pool: slots, table and exact bits. vocab_size: the target's. sampled: draw drafts from q at the request's own
+    runner: the target's. pool: slots, table and exact bits. sampled: draw drafts from q at the request's own
     parameters when it samples; otherwise take the argmax and report a one-hot q. Both are exact.
     """
 
@@ -52,9 +52,10 @@ class ModelDrafter(ABC):
     max_len: int | None = None  # positions that the draft model can number; longer requests are not drafted
     draft_ids: torch.Tensor | None = None  # int64 [V'], the target's id of each logit; None: they are the same
 
-    def __init__(self, pool: KVPool, vocab_size: int, device: torch.device, *, sampled: bool = True) -> None:
-        self.pool, self.vocab_size, self.sampled = pool, vocab_size, sampled
-        self.device = self.target_device = device  # where drafts are computed, where they are verified
+    def __init__(self, runner: ModelRunner, pool: KVPool, *, sampled: bool = True) -> None:
+        self.pool, self.sampled = pool, sampled
+        self.vocab_size, self.num_text_tokens = runner.vocab_size, runner.num_text_tokens
+        self.device = self.target_device = runner.device  # where drafts are computed, where they are verified
         self.forwards = 0
 
     @abstractmethod
@@ -148,14 +149,12 @@ class ModelDrafter(ABC):
         return torch.from_numpy(array).to(self.device)
 
     def _to_target(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits over the target's vocabulary: ids that the draft model lacks get probability 0, its surplus is cut."""
+        """Logits over the target's vocabulary: ids that the draft model lacks, and padding, get probability 0."""
         if self.draft_ids is not None:
-            missing = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-            return missing.index_copy_(1, self.draft_ids, logits)
-        missing = self.vocab_size - logits.shape[-1]
-        if missing > 0:
-            return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        return logits[:, : self.vocab_size]
+            whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+            logits = whole.index_copy_(1, self.draft_ids, logits)
+        text = logits[:, : self.num_text_tokens]
+        return torch.nn.functional.pad(text, (0, self.vocab_size - text.shape[-1]), value=-torch.inf)
 
     def _choose(
         self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[list[int]]
@@ -167,8 +166,9 @@ class ModelDrafter(ABC):
         ]
         drawn = self.sampled and not all(r.params.greedy for r in requests)
         if not drawn and not any(rows):  # the common case needs no row over the whole vocabulary
-            best = logits[:, : self.vocab_size].argmax(-1)
-            return (best if self.draft_ids is None else self.draft_ids[best]).tolist(), None
+            if self.draft_ids is not None:
+                return self.draft_ids[logits.argmax(-1)].tolist(), None
+            return logits[:, : self.num_text_tokens].argmax(-1).tolist(), None
         logits = process_logits(self._to_target(logits).to(self.target_device), rows)
         if not drawn:
             return logits.argmax(-1).tolist(), None
@@ -193,7 +193,7 @@ class MTPDrafter(ModelDrafter):
     def __init__(
         self, weights: MTPWeights, runner: ModelRunner, pool: KVPool, *, dtype: torch.dtype, sampled: bool = True
     ) -> None:
-        super().__init__(pool, runner.vocab_size, runner.device, sampled=sampled)
+        super().__init__(runner, pool, sampled=sampled)
         assert runner.hidden is not None, "MTP reads the hidden pool: the runner must keep it"
         self.modules, self.head, self.draft_ids = weights.modules, weights.head, weights.draft_ids
         self.target, self.chain = runner.model, len(self.modules)
@@ -230,16 +230,8 @@ class StandaloneDrafter(ModelDrafter):
 
     name = "standalone"
 
-    def __init__(
-        self,
-        model: CausalLM,
-        pool: KVPool,
-        vocab_size: int,
-        *,
-        target_device: torch.device,
-        sampled: bool = True,
-    ) -> None:
-        super().__init__(pool, vocab_size, target_device, sampled=sampled)
+    def __init__(self, model: CausalLM, runner: ModelRunner, pool: KVPool, *, sampled: bool = True) -> None:
+        super().__init__(runner, pool, sampled=sampled)
         config, norm = model.config, model.norm.weight
         self.model, self.max_len, self.device = model, config.context_length, norm.device
         self.weight_bytes = config.num_parameters * model.head.itemsize
@@ -262,7 +254,7 @@ class EarlyExitDrafter(ModelDrafter):
     name = "early-exit"
 
     def __init__(self, num_layers: int, runner: ModelRunner, pool: KVPool, *, sampled: bool = True) -> None:
-        super().__init__(pool, runner.vocab_size, runner.device, sampled=sampled)
+        super().__init__(runner, pool, sampled=sampled)
         self.num_layers, self.runner = num_layers, runner
         config = runner.model.config
         self.weight_bytes = _bytes_of_layers(config, num_layers, runner.model.head.itemsize, config.vocab_size)

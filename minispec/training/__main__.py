@@ -31,10 +31,10 @@ WRITERS = 96  # conversations that are written side by side
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is still to do; exit code 0, or 2 with one sentence on stderr."""
     args = _parser().parse_args(argv)
-    recipe = Recipe(**{field.name: getattr(args, field.name) for field in fields(Recipe)})
     try:
+        recipe = Recipe(**{field.name: getattr(args, field.name) for field in fields(Recipe)})
         make_head(args, recipe)
-    except (ConfigError, ModelLoadError) as error:
+    except (ConfigError, ModelLoadError, FloatingPointError) as error:
         print(f"minispec.training: {error}", file=sys.stderr)
         return 2
     return 0
@@ -55,11 +55,10 @@ def make_head(args: argparse.Namespace, recipe: Recipe) -> None:
     print(f"text: {len(data.token_ids)} conversations of {data.token_ids.shape[1]} tokens")
 
     path = work / "features.safetensors"
+    origin = f"text {data.digest} of {args.model}, {len(held_out)} held out with seed {recipe.seed}"
     if not path.is_file():
-        compute_features(llm.model, data, held_out).save(path)
-    features = Features.load(path)
-    if features.hidden.shape[:2] != data.token_ids.shape:
-        raise ConfigError(f"{path} belongs to other text: {list(features.hidden.shape[:2])}, remove it")
+        compute_features(llm.model, data, held_out).save(path, origin)
+    features = Features.load(path, origin)
 
     if args.start:
         module, vocab_ids = module_from_head(args.start, llm.model)
@@ -68,7 +67,7 @@ def make_head(args: argparse.Namespace, recipe: Recipe) -> None:
         vocab_ids = draft_vocabulary(data, recipe.vocab, llm.engine.runner.num_text_tokens)
     head = llm.model.head.plain_weight[vocab_ids.to(llm.device)]
     trainer = Trainer(module, llm.model, head, vocab_ids, data, features, held_out, recipe)
-    history = trainer.run(work / "checkpoint.pt")
+    history = trainer.run(work / "checkpoint.pt", f"{origin}, from {args.start}")
     out = args.out or work / "mtp.safetensors"
     card = {
         "recipe": json.dumps(asdict(recipe)),
@@ -91,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m minispec.training", description=__doc__.split("\n")[0])
     parser.add_argument("--work", type=Path, required=True, help="folder of all intermediate files")
     parser.add_argument("--model", default="smollm2-135m", help="the target, as for LLM")
-    parser.add_argument("--dtype", default="bfloat16", help="of the target and of the arithmetic (default %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="of the target and of the arithmetic (default %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default %(default)s)")
     parser.add_argument("--data", type=Path, nargs="+", help="text made before (.npz), instead of writing it")
     parser.add_argument("--conversations", type=int, default=2240, help="how many to write (default %(default)s)")

@@ -10,10 +10,12 @@ Taught in notebook 14 (how the head was made).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -48,7 +50,14 @@ class Conversations(NamedTuple):
     temperature: np.ndarray
 
     def save(self, path: Path) -> None:
-        np.savez_compressed(path, **self._asdict())
+        part = path.with_suffix(".part.npz")  # an interrupted run leaves no half file under the right name
+        np.savez_compressed(part, **self._asdict())
+        part.replace(path)
+
+    @property
+    def digest(self) -> str:
+        """Which text this is, in 16 hex digits."""
+        return hashlib.sha256(self.token_ids.tobytes() + self.answer_mask.tobytes()).hexdigest()[:16]
 
     @classmethod
     def load(cls, *paths: Path) -> Conversations:
@@ -58,7 +67,7 @@ class Conversations(NamedTuple):
             try:
                 with np.load(path) as file:
                     parts.append(cls(*(file[name] for name in cls._fields)))
-            except (OSError, KeyError, ValueError) as error:
+            except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
                 raise ConfigError(f"{path} does not hold token_ids, answer_mask and temperature: {error}") from error
         lengths = {part.token_ids.shape[1] for part in parts}
         if len(lengths) != 1:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
@@ -42,11 +43,21 @@ class Features(NamedTuple):
     top_probs: torch.Tensor
     projection: torch.Tensor
 
-    def save(self, path: Path) -> None:
-        save_file(self._asdict(), path)
+    def save(self, path: Path, origin: str) -> None:
+        """origin: the text and the model that they belong to."""
+        save_file(self._asdict(), path.with_suffix(".part"), metadata={"origin": origin})
+        path.with_suffix(".part").replace(path)
 
     @classmethod
-    def load(cls, path: Path) -> Features:
+    def load(cls, path: Path, origin: str) -> Features:
+        """Raises ConfigError when the file is damaged or belongs to other text or another model."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                made_of = file.metadata()["origin"]
+        except (SafetensorError, OSError, TypeError, KeyError) as error:
+            raise ConfigError(f"{path} is not a complete file of features ({error}): remove it") from error
+        if made_of != origin:
+            raise ConfigError(f"{path} belongs to {made_of}, not to {origin}: use another folder")
         return cls(**load_file(path))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from minispec.config import ConfigError
+from minispec.config import ConfigError, check_number
 from minispec.models.linear import Linear
 from minispec.models.llama import CausalLM
 from minispec.models.loading import read_safetensors
@@ -39,7 +39,7 @@ class Recipe:
     depths: drafts unrolled. depth1_share: part of the steps that train depth 1 only. depth_decay: weight of each
     depth's loss relative to the one before. steps x batch conversations are read; `lr` is Muon's and falls to 0
     linearly, that of the norms is lr / 10. vocab: size of the draft vocabulary. held_out: greedy conversations kept
-    for measuring. evaluate_every: steps.
+    for measuring. evaluate_every: steps. Raises ConfigError for a number out of range.
     """
 
     depths: int = 3
@@ -54,6 +54,14 @@ class Recipe:
     held_out: int = 64
     evaluate_every: int = 100
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("depths", "steps", "batch", "warmup", "vocab", "held_out", "evaluate_every"):
+            check_number(name, getattr(self, name), 1, integer=True)
+        for name in ("depth1_share", "depth_decay"):
+            check_number(name, getattr(self, name), 0, 1)
+        for name in ("lr", "weight_decay", "seed"):
+            check_number(name, getattr(self, name), 0)
 
 
 @dataclass
@@ -144,8 +152,13 @@ class Trainer:
         self.step = 0
         self.history: list[Progress] = []
 
-    def run(self, checkpoint: Path | None = None, *, progress: bool = True) -> list[Progress]:
-        """Train to the end of the recipe, from `checkpoint` if that file exists; it is written at each evaluation."""
+    def run(self, checkpoint: Path | None = None, origin: str = "", *, progress: bool = True) -> list[Progress]:
+        """Train to the end of the recipe, from `checkpoint` if that file exists; it is written at each evaluation.
+
+        origin: what the module learns from. Raises ConfigError when the checkpoint is damaged or has another recipe or
+        origin, FloatingPointError when the loss is not finite.
+        """
+        self.identity = f"{self.recipe!r} on {origin}"
         if checkpoint is not None and checkpoint.is_file():
             self._resume(checkpoint)
         bar = tqdm(total=self.recipe.steps, initial=self.step, desc="training", unit=" steps", disable=not progress)
@@ -207,12 +220,12 @@ class Trainer:
         results = unroll(self.module, self.target, self.head, batch, depths, self.head.dtype)
         weights = [recipe.depth_decay**k for k in range(depths)]
         loss = sum(w * r.loss for w, r in zip(weights, results, strict=True)) / sum(weights)
+        if not torch.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss.item()} at step {self.step}: lower lr ({recipe.lr})")
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if not torch.isfinite(loss):
-            raise FloatingPointError(f"the loss is {loss.item()} at step {self.step}: lower lr ({recipe.lr})")
         return results[0].loss.item()
 
     def _save(self, path: Path) -> None:
@@ -221,15 +234,18 @@ class Trainer:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
             "history": json.dumps([vars(entry) for entry in self.history]),
-            "recipe": repr(self.recipe),
+            "identity": self.identity,
         }
         torch.save(state, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
 
     def _resume(self, path: Path) -> None:
-        state = torch.load(path, map_location=self.head.device, weights_only=True)
-        if state["recipe"] != repr(self.recipe):
-            raise ConfigError(f"{path} was made with {state['recipe']}, not with {self.recipe!r}: use another folder")
+        try:
+            state = torch.load(path, map_location=self.head.device, weights_only=True)
+        except Exception as error:  # torch raises many kinds for a damaged file
+            raise ConfigError(f"{path} is not a complete checkpoint ({error}): remove it") from error
+        if state["identity"] != self.identity:
+            raise ConfigError(f"{path} was made by {state['identity']}, not by {self.identity}: use another folder")
         self.module.load_state_dict(state["module"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
