@@ -148,8 +148,8 @@ def _pip_download(folder: Path, wheels: Path, progress: bool) -> None:
 
 def _show(bar: tqdm, folder: Path) -> None:
     size = 0
-    for path in folder.rglob("*.whl"):
-        with contextlib.suppress(OSError):  # pip moves the file when it is complete
+    with contextlib.suppress(OSError):  # pip moves the file, and removes folders, while we look
+        for path in folder.rglob("*.whl"):
             size = max(size, path.stat().st_size)
     bar.update(max(0, min(size, WHEEL_BYTES) - bar.n))
 
