@@ -495,7 +495,7 @@ def texts_and_boxes(svg: str) -> tuple[list[tuple[float, float, float]], list[tu
     root = ElementTree.fromstring(svg)
     tag = "{http://www.w3.org/2000/svg}"
     texts = [
-        (float(t.get("x")), float(t.get("y")), 0.62 * float(t.get("font-size")) * len(t.text))
+        (float(t.get("x")), float(t.get("y")), 0.62 * float(t.get("font-size")) * len(t.text or ""))
         for t in root.iter(f"{tag}text")
     ]
     boxes = [tuple(float(r.get(k, 0)) for k in ("x", "y", "width", "height")) for r in root.iter(f"{tag}rect")]
@@ -523,7 +523,9 @@ def test_the_slots_picture_has_one_box_for_each_slot_and_a_gap_behind_each_page(
     assert steps == [22, 30, 22, 30, 22, 30, 22]
     _, _, width, height = boxes[0]
     assert all(x + w <= width for x, _, w in texts) and all(x + w <= width and y + h <= height for x, y, w, h in boxes)
-    letters = [t.text for t in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text") if len(t.text) == 1]
+    letters = [
+        t.text for t in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text") if len(t.text or "") == 1
+    ]
     assert "".join(letters) == "ppox" + "xopp" + "pox"
 
 
