@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from minispec.config import ConfigError, SamplingParams
 from minispec.core import Request, TokenKind
@@ -50,15 +50,9 @@ class Pair:
     speculating: Request
 
 
-class Reads(NamedTuple):
-    """Bytes of weights that one forward reads, of the target and of the draft model (0 without one)."""
-
-    target: int
-    draft: int = 0
-
-    def of(self, request: Request) -> int:
-        """All that was read for a request that ran alone."""
-        return request.metrics.forwards * self.target + request.metrics.draft_forwards * self.draft
+def bytes_read(request: Request, target_bytes: int) -> int:
+    """Weights read for a request that ran alone; each forward of the target reads `target_bytes`."""
+    return request.metrics.forwards * target_bytes + request.metrics.draft_bytes
 
 
 def run_demo(llm: LLM, params: SamplingParams, *, figure: str | Path, color: bool = True) -> list[Pair]:
@@ -86,11 +80,11 @@ def run_demo(llm: LLM, params: SamplingParams, *, figure: str | Path, color: boo
         speculating = _answer(llm, question, params, ink, speculate=True, show=True)
         print(f"\n{ink.dim(cost_line(speculating))}")
         pairs.append(Pair(name, plain, speculating))
-    reads = Reads(llm.engine.runner.weight_bytes, llm.engine.drafter.weight_bytes)
-    print(f"\n{table(pairs, reads)}\n")
+    target_bytes = llm.engine.runner.weight_bytes
+    print(f"\n{table(pairs, target_bytes)}\n")
     for pair in pairs:
         print(f"{pair.name}: {compare(llm, pair)}")
-    _save(pairs, reads, figure)
+    _save(pairs, target_bytes, figure)
     return pairs
 
 
@@ -114,13 +108,13 @@ def _answer(llm: LLM, question: str, params: SamplingParams, ink: Ink, *, specul
 # What the counters say -----------------------------------------------------------------------------------------
 
 
-def table(pairs: Sequence[Pair], reads: Reads) -> str:
+def table(pairs: Sequence[Pair], target_bytes: int) -> str:
     """Two lines for each prompt and two for all together."""
     rows = [COLUMNS]
     both = [("plain", [pair.plain for pair in pairs]), ("speculating", [pair.speculating for pair in pairs])]
     groups = [(pair.name, [("plain", [pair.plain]), ("speculating", [pair.speculating])]) for pair in pairs]
     for name, runs in [*groups, ("all", both)]:
-        speeds = [_row(run, requests, reads) for run, requests in runs]
+        speeds = [_row(run, requests, target_bytes) for run, requests in runs]
         for (run, _), (speed, cells) in zip(runs, speeds, strict=True):
             gain = "" if run == "plain" else f"{speed / speeds[0][0]:.2f}x"
             rows.append(("" if gain else name, run, *cells, gain))
@@ -129,7 +123,7 @@ def table(pairs: Sequence[Pair], reads: Reads) -> str:
     return "\n".join(layout.format(*row).rstrip() for row in rows)
 
 
-def _row(run: str, requests: Sequence[Request], reads: Reads) -> tuple[float, tuple[str, ...]]:
+def _row(run: str, requests: Sequence[Request], target_bytes: int) -> tuple[float, tuple[str, ...]]:
     """(tokens per second, the cells from "tokens" to "weights/token") of some requests together."""
     tokens = sum(request.num_output for request in requests)
     forwards = sum(request.metrics.forwards for request in requests) / tokens
@@ -141,7 +135,7 @@ def _row(run: str, requests: Sequence[Request], reads: Reads) -> tuple[float, tu
     if drafted:
         first = f"{sum(c.accepted_at[0] for c in counts if c.accepted_at) / verified:.0%}"
         rate, length = f"{accepted / drafted:.0%}", f"{emitted / verified:.2f}"
-    weights = f"{sum(map(reads.of, requests)) / tokens / 1e6:,.1f} MB"
+    weights = f"{sum(bytes_read(r, target_bytes) for r in requests) / tokens / 1e6:,.1f} MB"
     return speed, (str(tokens), f"{speed:.1f}", f"{forwards:.2f}", first, rate, length, weights)
 
 
@@ -166,7 +160,7 @@ def compare(llm: LLM, pair: Pair) -> str:
 # The figure ----------------------------------------------------------------------------------------------------
 
 
-def draw(pairs: Sequence[Pair], reads: Reads) -> Figure:
+def draw(pairs: Sequence[Pair], target_bytes: int) -> Figure:
     """Left: the tokens of the speculating run by kind, one block per forward. Right: bytes of weights per token."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -176,7 +170,7 @@ def draw(pairs: Sequence[Pair], reads: Reads) -> Figure:
     axes = figure.subplots(len(pairs), 2, squeeze=False, width_ratios=(3, 1), sharex="col")
     for (strip, bars), pair in zip(axes, pairs, strict=True):
         _draw_strip(strip, pair)
-        _draw_bars(bars, pair, reads)
+        _draw_bars(bars, pair, target_bytes)
     axes[0][1].set_title("weights read per token", fontsize=11, loc="left")
     legend = [
         Patch(facecolor=KIND_COLORS[kind], hatch=KIND_HATCHES[kind], edgecolor=EDGE, label=KIND_LABELS[kind])
@@ -201,9 +195,9 @@ def _draw_strip(axes: Axes, pair: Pair) -> None:
     axes.set_axis_off()
 
 
-def _draw_bars(axes: Axes, pair: Pair, reads: Reads) -> None:
+def _draw_bars(axes: Axes, pair: Pair, target_bytes: int) -> None:
     for place, (label, request) in enumerate({"speculating": pair.speculating, "plain": pair.plain}.items()):
-        megabytes = reads.of(request) / request.num_output / 1e6
+        megabytes = bytes_read(request, target_bytes) / request.num_output / 1e6
         bar = axes.barh(place, megabytes, color=RUN_COLORS[label], height=0.7)
         axes.bar_label(bar, [f"{megabytes:,.3g} MB"], padding=3, fontsize=10)
     axes.set_yticks([0, 1], ["speculating", "plain"], fontsize=10)
@@ -212,9 +206,9 @@ def _draw_bars(axes: Axes, pair: Pair, reads: Reads) -> None:
     axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 
-def _save(pairs: Sequence[Pair], reads: Reads, path: Path) -> None:
+def _save(pairs: Sequence[Pair], target_bytes: int, path: Path) -> None:
     try:
-        draw(pairs, reads).savefig(path)
+        draw(pairs, target_bytes).savefig(path)
     except ImportError:
         print("no figure: matplotlib is not installed (pip install 'minispec[course]')")
     except (OSError, ValueError) as error:

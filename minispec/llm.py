@@ -314,7 +314,7 @@ class LLM:
         self._check_open()
         engine, counts = self.engine.metrics, self.engine.metrics.speculation
         target_bytes, drafter = self.engine.runner.weight_bytes, self.engine.drafter
-        draft_forwards, draft_bytes = (getattr(drafter, name, 0) for name in ("forwards", "weight_bytes"))
+        draft_forwards, draft_bytes = (getattr(drafter, name, 0) for name in ("forwards", "bytes_read"))
         return asdict(engine) | {
             "preemptions": self.engine.scheduler.preemptions,
             "acceptance_rate": counts.acceptance_rate,
@@ -325,8 +325,8 @@ class LLM:
             "rollbacks": counts.rollbacks,
             "rollbacks_per_second": engine.rollbacks_per_second,
             "draft_forwards": draft_forwards,
-            "weight_bytes_read": engine.steps * target_bytes + draft_forwards * draft_bytes,
-            "weight_bytes_saved": engine.forwards_saved * target_bytes - draft_forwards * draft_bytes,
+            "weight_bytes_read": engine.steps * target_bytes + draft_bytes,
+            "weight_bytes_saved": engine.forwards_saved * target_bytes - draft_bytes,
         }
 
     def check_integrity(self) -> None:

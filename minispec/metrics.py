@@ -17,7 +17,7 @@ Definitions (K > 0 means that the step carried drafts for the request):
 - forwards saved by the engine: a forward gives each of its B emitting rows one token in plain decoding. A step whose B
   rows emitted E tokens stands for E / B such forwards, so it saved E / B - 1. That is what a batch saves that stays as
   wide as it is; when no other request waits to take the place of a fast one, the slowest decides and less is saved.
-- weight bytes saved = forwards saved * bytes of the target - draft forwards * bytes that each of them reads.
+- weight bytes saved = forwards saved * bytes of the target - bytes that draft models read.
 
 Does not know: who counts. Taught in notebook 09 (guess and verify).
 """
@@ -119,6 +119,7 @@ class RequestMetrics:
     computed_tokens: int = 0  # rows of the target forward spent on it: prompt, output and rejected drafts
     forwards: int = 0  # forwards of the target that it took part in
     draft_forwards: int = 0  # the same of a draft model
+    draft_bytes: int = 0  # of weights, that these read; shared by those who drafted together, in full for each
     preemptions: int = 0
     accepted_per_step: list[int] = field(default_factory=list)  # one entry per verify row
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
@@ -147,9 +148,9 @@ class RequestMetrics:
         """0 until the request has ended."""
         return len(self.rollbacks) / self.finished_s if self.finished_s else 0.0
 
-    def weight_bytes_saved(self, target_bytes: int, draft_bytes: int) -> int:
-        """As if the request had run alone, with these bytes read by each forward of target and draft model."""
-        return self.speculation.forwards_saved * target_bytes - self.draft_forwards * draft_bytes
+    def weight_bytes_saved(self, target_bytes: int) -> int:
+        """As if the request had run alone, with `target_bytes` read by each forward of the target."""
+        return self.speculation.forwards_saved * target_bytes - self.draft_bytes
 
 
 @dataclass

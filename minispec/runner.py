@@ -109,7 +109,7 @@ class ModelRunner:
         self.model, self.device = model, device
         self.num_text_tokens = num_text_tokens or config.vocab_size
         self.vocab_size = config.vocab_size
-        self.weight_bytes = config.num_parameters * dtype.itemsize
+        self.weight_bytes = config.num_parameters_read * dtype.itemsize
         self.tenant = Tenant(config, config.num_layers, num_slots, dtype=dtype, device=device)
         size = (num_slots, config.hidden_size)
         self.hidden = torch.zeros(size, dtype=dtype, device=device) if keep_hidden else None

@@ -18,7 +18,7 @@ from minispec import LLM, SamplingParams
 from minispec.cli import ChatShell, main
 from minispec.config import ConfigError
 from minispec.core import Request, TokenKind
-from minispec.demo import PROMPTS, Pair, Reads, compare, run_demo, table
+from minispec.demo import PROMPTS, Pair, compare, run_demo, table
 from minispec.metrics import RequestMetrics, SpeculationCounts
 from minispec.palette import KIND_ANSI, KIND_COLORS, KIND_HATCHES, KIND_LABELS
 from minispec.terminal import Ink, cost_line
@@ -341,7 +341,7 @@ def test_demo_runs_differ_only_in_the_drafter(tiny: list[str], tmp_path: Path, c
         assert set(pair.plain.kinds) == {TokenKind.PLAIN} and pair.plain.metrics.drafted == 0
         assert pair.plain.metrics.cached_tokens == pair.speculating.metrics.cached_tokens == 0
         assert pair.speculating.metrics.forwards < pair.plain.metrics.forwards
-    [column] = [line for line in table(pairs, Reads(1000)).splitlines() if line.startswith("all")]
+    [column] = [line for line in table(pairs, 1000).splitlines() if line.startswith("all")]
     assert str(sum(pair.plain.num_output for pair in pairs)) in column.split()
 
 
@@ -349,7 +349,7 @@ def test_the_table_is_the_counters() -> None:
     plain = _request([0] * 10, forwards=10, seconds=5.0)
     counts = SpeculationCounts(3, drafted=12, accepted=6, emitted=9, drafted_at=[3], accepted_at=[2])
     fast = _request([0] * 10, forwards=4, seconds=2.0, counts=counts)
-    head, first, second, *both = table([Pair("list", plain, fast)], Reads(50_000_000)).splitlines()
+    head, first, second, *both = table([Pair("list", plain, fast)], 50_000_000).splitlines()
     assert head.split() == [
         *"prompt run tokens tokens/s forwards/token first kept all kept length".split(),
         *"weights/token speed-up".split(),

@@ -17,6 +17,8 @@ from minispec import LLM, SamplingParams
 from minispec.attention.naive import CausalAttention
 from minispec.config import ConfigError
 from minispec.models.config import ModelLoadError
+from minispec.models.linear import Linear
+from minispec.models.llama import RMSNorm
 from minispec.models.mtp import FAMILIES, MTPModule
 from minispec.speculative.build import check_same_tokenizer
 from minispec.speculative.model import MTPDrafter
@@ -290,18 +292,35 @@ def test_the_module_equals_transformers_own(tiny, hidden_first):
         torch.testing.assert_close(llm.model.logits(got), theirs.lm_head(expected), atol=1e-4, rtol=1e-4)
 
 
-def test_what_a_draft_model_reads_is_counted(tiny):
+def test_what_a_draft_model_reads_is_counted(tiny, monkeypatch):
+    """Compared with the numbers in the weights of every Linear and norm that really ran."""
     folder, head, prompts, _ = tiny
-    for kind in ("mtp", "early-exit", "itself"):
-        llm = make(folder, config_for(kind, tiny) | {"candidate_length": 2})
+    seen: list[int] = []
+    for kind in ("mtp", "chain", "early-exit", "itself"):
+        llm = make(folder, config_for(kind, tiny) | {"candidate_length": 4})
+        drafter = llm.engine.drafter
+        forward = drafter.forward
+
+        def counted(segments, depth, forward=forward):
+            with monkeypatch.context() as patch:
+                for layer in (Linear, RMSNorm):
+                    run = layer.forward
+
+                    def reading(self, x, run=run):
+                        seen.append((self.weight if self.weight is not None else self.plain_weight).numel() * 4)
+                        return run(self, x)
+
+                    patch.setattr(layer, "forward", reading)
+                return forward(segments, depth)
+
+        drafter.forward = counted
+        seen.clear()
         [out] = llm.generate(prompts[0], greedy(9))
-        metrics, drafter = llm.metrics(), llm.engine.drafter
+        metrics = llm.metrics()
         assert metrics["draft_forwards"] == out.metrics.draft_forwards == drafter.forwards > 0
-        assert metrics["weight_bytes_read"] == (
-            metrics["steps"] * llm.engine.runner.weight_bytes + drafter.forwards * drafter.weight_bytes
-        )
-        whole = llm.engine.runner.weight_bytes
-        assert drafter.weight_bytes == whole if kind == "itself" else 0 < drafter.weight_bytes < whole
+        assert out.metrics.draft_bytes == drafter.bytes_read
+        assert metrics["weight_bytes_read"] == metrics["steps"] * llm.engine.runner.weight_bytes + drafter.bytes_read
+        assert drafter.bytes_read == pytest.approx(sum(seen), rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["mtp", "chain", "itself"])

@@ -9,7 +9,7 @@ Taught in notebook 01 (one token at a time); `kv_bytes_per_token` is notebook 02
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -214,6 +214,14 @@ class ModelConfig:
         layer = attention + self.qk_norm * 2 * D + 3 * H * self.intermediate_size + 2 * H
         embeddings = self.vocab_size * H * (1 if self.tie_embeddings else 2)
         return embeddings + self.num_layers * layer + H
+
+    @property
+    def num_parameters_read(self) -> int:
+        """Of these, what every forward reads: all but the embedding table, of which it takes one row per token.
+
+        A tied table is read as a whole, because it is the head too.
+        """
+        return replace(self, tie_embeddings=True).num_parameters
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token leaves in the cache: two vectors per layer and key/value head."""

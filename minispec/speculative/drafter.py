@@ -35,8 +35,9 @@ class Drafter(Protocol):
     """Anything that can propose; it may keep state per request."""
 
     name: str
-    forwards: int  # of a draft model so far, and the bytes of weights that each of them reads; 0 without a model
-    weight_bytes: int
+    forwards: int  # of draft models so far; 0 without one, as the two below
+    bytes_read: int  # of weights, by all of them
+    weight_bytes: int  # that it takes to draft one token
 
     def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
         """Guess up to candidate_lengths[b] tokens after the committed tokens of requests[b]. Changes no request."""

@@ -46,7 +46,8 @@ class ModelDrafter(ABC):
     """
 
     name: str
-    weight_bytes: int  # read by each draft forward
+    weight_bytes: int  # read to draft one token, the head included
+    deeper_bytes = 0  # read besides in a catch-up, by the models behind the first
     chain = 1  # models that draft in turn, one for each depth; the last one drafts at all depths behind
     shift = 0  # positions before it have no draft row
     max_len: int | None = None  # positions that the draft model can number; longer requests are not drafted
@@ -56,7 +57,7 @@ class ModelDrafter(ABC):
         self.pool, self.sampled = pool, sampled
         self.vocab_size, self.num_text_tokens = runner.vocab_size, runner.num_text_tokens
         self.device = self.target_device = runner.device  # where drafts are computed, where they are verified
-        self.forwards = 0
+        self.forwards = self.bytes_read = 0
 
     @abstractmethod
     def forward(self, segments: Sequence[Segment], depth: int) -> torch.Tensor:
@@ -130,9 +131,12 @@ class ModelDrafter(ABC):
     def _run(self, requests: Sequence[Request], segments: Sequence[Segment], depth: int) -> torch.Tensor:
         """`forward`, counted: in a catch-up all models of a chain read the rows."""
         count = self.chain if depth == 0 else 1
+        read = self.weight_bytes + (self.deeper_bytes if depth == 0 else 0)
         self.forwards += count
+        self.bytes_read += read
         for request in requests:
             request.metrics.draft_forwards += count
+            request.metrics.draft_bytes += read
         return self.forward(segments, depth)
 
     def _layout(self, segments: Sequence[Segment], shift: int = 0) -> tuple[StepLayout, np.ndarray]:
@@ -200,6 +204,7 @@ class MTPDrafter(ModelDrafter):
         config, size = self.target.config, self.modules[0].projection.itemsize
         vocab_size = config.vocab_size if self.draft_ids is None else len(self.draft_ids)
         self.weight_bytes = _bytes_of_layers(config, 1, size, vocab_size) + 2 * config.hidden_size**2 * size
+        self.deeper_bytes = (self.chain - 1) * (self.weight_bytes - vocab_size * config.hidden_size * size)
         self.hidden = [runner.hidden, *(torch.zeros_like(runner.hidden) for _ in self.modules)]  # by module, 0..M
         self.tenants = [Tenant(config, 1, pool.num_slots, dtype=dtype, device=self.device) for _ in self.modules]
 
@@ -234,7 +239,7 @@ class StandaloneDrafter(ModelDrafter):
         super().__init__(runner, pool, sampled=sampled)
         config, norm = model.config, model.norm.weight
         self.model, self.max_len, self.device = model, config.context_length, norm.device
-        self.weight_bytes = config.num_parameters * model.head.itemsize
+        self.weight_bytes = config.num_parameters_read * model.head.itemsize
         self.tenant = Tenant(config, config.num_layers, pool.num_slots, dtype=norm.dtype, device=norm.device)
 
     def forward(self, segments: Sequence[Segment], depth: int) -> torch.Tensor:
@@ -274,5 +279,4 @@ class EarlyExitDrafter(ModelDrafter):
 
 def _bytes_of_layers(config: ModelConfig, num_layers: int, itemsize: int, vocab_size: int) -> int:
     """Bytes of some layers, the final norm and the head."""
-    small = replace(config, num_layers=num_layers, vocab_size=vocab_size, tie_embeddings=True)
-    return small.num_parameters * itemsize
+    return replace(config, num_layers=num_layers, vocab_size=vocab_size).num_parameters_read * itemsize

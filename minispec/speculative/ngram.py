@@ -38,7 +38,7 @@ class NgramDrafter:
     """Proposes copies of the request's own text. Work per new token: one dictionary entry per n-gram length."""
 
     name = "ngram"
-    forwards = weight_bytes = 0
+    forwards = bytes_read = weight_bytes = 0
 
     def __init__(self, ngram_max: int = 4, ngram_min: int = 2) -> None:
         """Longest and shortest suffix to look up, in tokens. Raises ConfigError unless 1 <= ngram_min <= ngram_max."""
@@ -90,6 +90,11 @@ class CopyFirst:
     def forwards(self) -> int:
         """See `Drafter.forwards`."""
         return self.other.forwards
+
+    @property
+    def bytes_read(self) -> int:
+        """See `Drafter.bytes_read`."""
+        return self.other.bytes_read
 
     def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
         """See `Drafter.propose`."""
