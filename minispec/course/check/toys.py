@@ -1,0 +1,63 @@
+"""Small things to ask questions about: model sizes, and the real engine over a model of one line.
+
+Knows: what is quick to compute by hand. Does not know: any exercise. Used from notebook 00 (the map) on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from minispec.config import EngineConfig
+from minispec.core import Step
+from minispec.engine import Engine
+from minispec.kv.pool import KVPool
+from minispec.models.config import ModelConfig
+
+SMOLLM2 = ModelConfig(
+    architecture="llama",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_position=8192,
+    tie_embeddings=True,
+)
+ONE_LAYER = replace(
+    SMOLLM2, vocab_size=10, hidden_size=4, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2
+)
+SIZES = "vocab_size 10, hidden_size 4, intermediate_size 8, num_layers {}, num_heads 2, num_kv_heads 1, head_dim 2"
+MODELS = {  # how a checker names a config -> the config; the small ones by their sizes, to be computed by hand
+    SIZES.format(1): ONE_LAYER,
+    SIZES.format(2): replace(ONE_LAYER, num_layers=2),
+    "smollm2": SMOLLM2,
+}
+
+
+class ToyRunner:
+    """A target model of one line, for engines that need no weights: token t is followed by (7 t + 3) mod V."""
+
+    vocab_size, weight_bytes = 50, 0
+
+    @classmethod
+    def next_token(cls, tokens: Sequence[int]) -> int:
+        return (7 * tokens[-1] + 3) % cls.vocab_size
+
+    def forward(self, step: Step, table: np.ndarray) -> torch.Tensor:
+        following = [self.next_token([t]) for row in step.sampled for t in row.token_ids[-row.num_logits :]]
+        return torch.eye(self.vocab_size)[following]  # [R, V]
+
+
+def toy_engine(**options: Any) -> Engine:
+    """The real engine over a `ToyRunner`; `options` as for EngineConfig."""
+    config = EngineConfig(check_every_step=True, **options)
+    slots, sizes = config.kv_cache_tokens or 1024, {"num_rows": config.max_num_seqs, "max_len": 256}
+    pool = KVPool(slots, config.page_size, enable_radix_cache=config.enable_radix_cache, **sizes)
+    return Engine(config, ToyRunner(), pool, context_length=256)

@@ -1,0 +1,145 @@
+"""Drawings of the engine: the life of a request, an answer token by token, slots. SVG text, the same everywhere.
+
+Knows: how to draw what the caller took from the engine. Does not know: how to get it.
+Used in notebooks 00, 09, 10 and 12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from IPython.display import SVG
+
+from minispec.core import TokenKind
+from minispec.course.figures.base import COLORS, FIX, MARGIN, MONO, box, line, svg, text
+from minispec.llm import RequestOutput
+from minispec.palette import KIND_COLORS, KIND_LABELS
+
+
+class Stage(NamedTuple):
+    """One box of the map: what happens, where the code is (in lines), which notebooks teach it, its column and row."""
+
+    title: str
+    what: str
+    modules: tuple[str, ...]
+    notebooks: tuple[int, ...]
+    column: int
+    row: int
+
+    @property
+    def corner(self) -> tuple[int, int]:
+        return MARGIN + self.column * (STAGE_W + 16), MARGIN + self.row * (STAGE_H + 64)
+
+
+STAGE_W, STAGE_H = 160, 104
+STAGES = (
+    Stage("Ask", "text becomes token ids", ("llm.py",), (0,), 0, 0),
+    Stage("Admit", "what was read before?", ("kv/radix.py",), (6, 7), 1, 0),
+    Stage("Make room", "pages for keys, values", ("kv/pool.py",), (3,), 2, 0),
+    Stage("Plan", "who joins, how much", ("scheduler.py",), (4, 5), 0, 1),
+    Stage("Draft", "guess some tokens", ("speculative/",), (9, 10, 14), 1, 1),
+    Stage("Run", "one forward for all", ("runner.py", "attention/ models/"), (1, 2), 2, 1),
+    Stage("Verify", "keep or correct", ("sampling/",), (11,), 3, 1),
+    Stage("Commit", "move the cursors", ("engine.py",), (8, 12), 4, 1),
+    Stage("Answer", "ids become text", ("text.py",), (1,), 4, 2),
+)
+
+
+def request_map(folder: Path | str = ".") -> SVG:
+    """A request's life, box by box. Numbers are notebooks; those that exist in `folder` are links."""
+    files = {int(path.name[:2]): path.name for path in Path(folder).glob("[0-9][0-9]_*.ipynb")}
+    (left, top), (right, _) = STAGES[3].corner, STAGES[7].corner
+    arrow = f'<path d="M0,0 L8,4 L0,8 z" fill="{COLORS["ink"]}"/>'
+    parts = [
+        f'<marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">{arrow}</marker>',
+        box(left - 12, top - 32, right - left + STAGE_W + 24, STAGE_H + 58, COLORS["idle"], COLORS["again"]),
+        text(left + STAGE_W + 16, top - 12, "one step = one forward of the model, repeated until the request ends"),
+        text(left, STAGES[-1].corner[1] + 20, "Numbers are notebooks. A dark one exists already."),
+        text(left, STAGES[-1].corner[1] + 40, "Notebook 13 shows all parts working together."),
+        _arrow(f"M{right + 40},{top + STAGE_H} v14 H{left + STAGE_W // 2} V{top + STAGE_H + 2}"),
+    ]
+    for before, after in zip(STAGES, STAGES[1:], strict=False):
+        (x, y), (to_x, to_y) = before.corner, after.corner
+        across = f"M{x + STAGE_W},{y + STAGE_H // 2} H{to_x - 2}"
+        down = f"M{x + STAGE_W // 2},{y + STAGE_H} v16 H{to_x + STAGE_W // 2} V{to_y - 2}"
+        parts.append(_arrow(across if y == to_y else down))
+    parts += [part for stage in STAGES for part in _stage(stage, files)]
+    return svg(right + STAGE_W + MARGIN, STAGES[-1].corner[1] + STAGE_H + MARGIN, parts)
+
+
+def _arrow(points: str) -> str:
+    return line(points, 'marker-end="url(#tip)"')
+
+
+def _stage(stage: Stage, files: Mapping[int, str]) -> list[str]:
+    x, y = stage.corner
+    parts = [
+        box(x, y, STAGE_W, STAGE_H, "white"),
+        text(x + 10, y + 21, stage.title, 14, more='font-weight="bold"'),
+        text(x + 10, y + 38, stage.what, 11),
+        *(text(x + 10, y + 56 + 14 * line, module, 11, font=MONO) for line, module in enumerate(stage.modules)),
+    ]
+    for place, number in enumerate(stage.notebooks):
+        at, fill, ink = x + 10 + 34 * place, *((COLORS["ink"], "white") if number in files else ("white", ""))
+        parts += [box(at, y + 78, 28, 18, fill), text(at + 6, y + 91, f"{number:02}", 11, fill=ink)]
+    return parts
+
+
+def token_strip(output: RequestOutput, tokenizer: Any) -> SVG:
+    """The answer token by token in the colours of `minispec.palette`; an underline joins what one forward wrote."""
+    kinds = output.outputs[0].kinds
+    words = [tokenizer.decode([t]).replace("\n", "\u21b5").replace(" ", "\u00b7") for t in output.token_ids]
+    parts, x, y, line_start, width = [], MARGIN, MARGIN, MARGIN, 880
+    for word, kind in zip(words, kinds, strict=True):
+        box_width = 12 + 9 * len(word)
+        if x + box_width > width - MARGIN:
+            x, y, line_start = MARGIN, y + 44, MARGIN
+        parts += [box(x, y, box_width, 26, KIND_COLORS[kind], more=_border(kind)), _word(x + 6, y + 18, word, kind)]
+        parts.append(line(f"M{line_start},{y + 33} H{x + box_width}"))
+        x += box_width + 4
+        if kind is not TokenKind.ACCEPTED:  # the target's own token ends a forward
+            x, line_start = x + 8, x + 8
+    for place, kind in enumerate(TokenKind):
+        left, top = MARGIN + 430 * (place % 2), y + 56 + 22 * (place // 2)
+        parts.append(box(left, top, 18, 14, KIND_COLORS[kind], more=_border(kind)))
+        parts.append(text(left + 26, top + 11, f"{kinds.count(kind)} {KIND_LABELS[kind]}"))
+    return svg(width, y + 110, parts)
+
+
+def _border(kind: TokenKind) -> str:
+    return 'stroke-width="2.5" fill-opacity="0.5"' if kind is TokenKind.CORRECTED else 'stroke-width="0.5"'
+
+
+def _word(x: float, y: float, word: str, kind: TokenKind) -> str:
+    return text(x, y, word, 14, font=MONO, fill="white" if kind is TokenKind.ACCEPTED else "")
+
+
+SLOT_LOOKS = {  # what a slot holds -> its colour and a letter; a slot that waits for its token has only a border
+    "prompt": (COLORS["prompt"], "p"),
+    "output": (COLORS["output"], "o"),
+    "undone": (FIX, "x"),
+    "reserved": (COLORS["idle"], ""),
+    "free": ("white", ""),
+}
+
+
+def slots(moments: Mapping[str, Sequence[str]], page_size: int) -> SVG:
+    """The slots of a small pool, one line for each moment; a gap ends each page. moments: name -> kind of each slot."""
+    left, side, parts = 7 * max(map(len, moments)) + 2 * MARGIN, 22, []
+    count = len(next(iter(moments.values())))
+    places = [left + slot * side + slot // page_size * 8 for slot in range(count)]
+    for row, (moment, kinds) in enumerate(moments.items()):
+        y = MARGIN + row * 30
+        parts.append(text(MARGIN, y + 16, moment))
+        for x, kind in zip(places, kinds, strict=True):
+            color, letter = SLOT_LOOKS[kind]
+            parts += [box(x, y, side - 2, 22, color, "" if kind != "free" else COLORS["again"])]
+            parts += [text(x + 7, y + 15, letter, font=MONO)] * bool(letter)
+    y += 44
+    for place, (kind, (color, letter)) in enumerate(SLOT_LOOKS.items()):
+        x = MARGIN + 120 * place
+        parts.append(box(x, y, side - 2, 22, color, "" if kind != "free" else COLORS["again"]))
+        parts += [text(x + 7, y + 15, letter, font=MONO), text(x + 28, y + 16, kind)]
+    return svg(max(places[-1] + side, MARGIN + 600) + MARGIN, y + 42, parts)
