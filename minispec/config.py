@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+MAX_CANDIDATE_LENGTH = 64  # draft tokens; no drafter is right that far ahead
+
 
 class ConfigError(ValueError):
     """A setting that minispec refuses: unknown name, wrong type, or value out of range."""
@@ -56,7 +58,8 @@ class SamplingParams:
     batched with. With drafts that holds for verification "match"; under "rejection" the tokens depend on how many
     drafts each step had room for, and only their distribution does not. `logprobs` = m reports the natural
     log-probability of each output token and of the m likeliest ones, from the raw logits, before any field here is
-    applied.
+    applied. `speculative=False` decodes this request without drafts; `candidate_length` is the most that it gets, where
+    the engine's own limit is not lower.
 
     Raises ConfigError (a ValueError) that names the field, the value and the range.
     """
@@ -78,6 +81,8 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    speculative: bool = True
+    candidate_length: int | None = None
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0)
@@ -101,6 +106,9 @@ class SamplingParams:
             check_number("logprobs", self.logprobs, 0, 100, integer=True)
         check_bool("ignore_eos", self.ignore_eos)
         check_bool("skip_special_tokens", self.skip_special_tokens)
+        check_bool("speculative", self.speculative)
+        if self.candidate_length is not None:
+            check_number("candidate_length", self.candidate_length, 0, MAX_CANDIDATE_LENGTH, integer=True)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         if not isinstance(stop, (Sequence, Set)) or not all(isinstance(s, str) and s for s in stop):
             raise ConfigError(f"stop must be a non-empty string or a list of them, got {self.stop!r}")
@@ -129,8 +137,11 @@ class SpeculativeConfig:
 
     draft_model: "ngram" copies what followed the last occurrence of the request's own last tokens; "mtp" is the MTP
     module in the target's checkpoint or in `draft_head`; "early-exit" is the target's first layers; anything else is a
-    model with the target's tokenizer, named as for LLM. [x, "ngram"]: the n-gram's copy where it has one, x otherwise.
-    candidate_length: K, draft tokens asked for per request and step.
+    model with the target's tokenizer, named as for LLM. [x, "ngram"]: per request and step one of both, see adaptive.
+    "auto": [mtp, ngram] where the target has an MTP module, else ngram.
+    candidate_length: K, most draft tokens per request and step.
+    adaptive: choose the drafter and the number of drafts (from 0 up) by what they have gained and cost of late. False:
+    always candidate_length where it fits, and the n-gram's copy where it has one.
     draft_sampling: draw drafts from q at the request's own parameters ("probabilistic") or take the likeliest
     ("greedy", q is one-hot). Both are exact; greedy requests are drafted greedily in any case.
     draft_head: a safetensors file with an MTP module. early_exit_layers: how many of the target's layers draft.
@@ -139,6 +150,20 @@ class SpeculativeConfig:
     verification: "rejection" keeps a draft with probability min(1, p/q); "match" samples the target at every position
     and keeps drafts while they equal the sample. Both are exact; rejection never accepts less.
     ngram_max, ngram_min: longest and shortest suffix looked up, in tokens; the longest match wins.
+
+    Limits on what the controller (speculative/controller.py) may choose, adaptive or not:
+    min_candidate_length: fewest drafts of a request that gets any, and of one for which adaptive sees no gain.
+    verification_batch_size: most requests that are verified with drafts in one step, in turn; None: all.
+    disable_by_batch_size: no drafts while more requests than this decode; None: never.
+    acceptance_window: verifications of a request that its acceptance is measured over.
+    fallback_threshold: a request whose windowed acceptance rate is below goes on without drafts; 0: none does.
+    max_retry_attempts: how often drafting is tried again after such a fall-back, and after a fault of the drafter.
+    max_consecutive_rejections: a request whose first draft was rejected so often in a row pauses; None: never.
+    target_acceptance: (low, high); a request's longest draft shrinks by one while its rate is below, and grows above.
+    draft_confidence_threshold: a draft ends before a token whose likeliest choice has less probability than this.
+    metrics_interval: steps between two rows of `LLM.metrics_history()`.
+    state_cache_reserve: share of a GPU's free memory, of what the cache gets, that stays free for hidden states and
+    the draft model's K/V.
 
     Raises ConfigError that names the field, the value and the range; unknown fields are refused by `from_any`.
     """
@@ -153,6 +178,18 @@ class SpeculativeConfig:
     verification: str = "rejection"
     ngram_max: int = 4
     ngram_min: int = 2
+    adaptive: bool = True
+    min_candidate_length: int = 0
+    verification_batch_size: int | None = None
+    disable_by_batch_size: int | None = None
+    acceptance_window: int = 32
+    fallback_threshold: float = 0.0
+    max_retry_attempts: int = 2
+    max_consecutive_rejections: int | None = None
+    target_acceptance: Sequence[float] | None = None
+    draft_confidence_threshold: float = 0.0
+    metrics_interval: int = 100
+    state_cache_reserve: float = 0.2
 
     def __post_init__(self) -> None:
         names = (self.draft_model,) if isinstance(self.draft_model, str) else self.draft_model
@@ -160,20 +197,22 @@ class SpeculativeConfig:
             raise ConfigError(f"draft_model must be a name or a list of names, got {self.draft_model!r}")
         if len(names) != 1 and not (len(names) == 2 and "ngram" in names and len(set(names)) == 2):
             raise ConfigError(f"draft_model takes one name, or one and 'ngram'; got {self.draft_model!r}")
-        check_number("candidate_length", self.candidate_length, 0, 64, integer=True)
+        if len(names) == 2 and "auto" in names:
+            raise ConfigError(f"draft_model 'auto' stands alone; got {self.draft_model!r}")
+        check_number("candidate_length", self.candidate_length, 0, MAX_CANDIDATE_LENGTH, integer=True)
         check_choice("draft_sampling", self.draft_sampling, ("probabilistic", "greedy"))
         for name in ("draft_head", "draft_device"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ConfigError(f"{name} must be text that is not empty, got {value!r}")
-        if self.draft_head is not None and "mtp" not in names:
+        if self.draft_head is not None and not {"mtp", "auto"} & set(names):
             raise ConfigError(f"draft_head {self.draft_head!r} is only read when draft_model is 'mtp'")
-        own_model = any(name not in ("ngram", "mtp", "early-exit") for name in names)
+        own_model = any(name not in ("ngram", "mtp", "early-exit", "auto") for name in names)
         if self.draft_device is not None and not own_model:
             raise ConfigError(f"draft_device {self.draft_device!r} is for a draft model of its own, not for {names}")
         if self.draft_quantization is not None:
             check_choice("draft_quantization", self.draft_quantization, ("int8", "fp8"))
-            if not own_model and "mtp" not in names:
+            if not own_model and not {"mtp", "auto"} & set(names):
                 raise ConfigError(f"draft_quantization is for 'mtp' or a draft model of its own, not for {names}")
         check_choice("verification", self.verification, ("rejection", "match"))
         if self.early_exit_layers is not None:
@@ -183,6 +222,27 @@ class SpeculativeConfig:
         check_number("ngram_max", self.ngram_max, 1, 32, integer=True)
         check_number("ngram_min", self.ngram_min, 1, self.ngram_max, integer=True)
         object.__setattr__(self, "draft_model", names[0] if len(names) == 1 else tuple(names))
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        check_bool("adaptive", self.adaptive)
+        check_number("min_candidate_length", self.min_candidate_length, 0, self.candidate_length, integer=True)
+        for name in ("acceptance_window", "metrics_interval"):
+            check_number(name, getattr(self, name), 1, 100_000, integer=True)
+        for name in ("verification_batch_size", "disable_by_batch_size", "max_consecutive_rejections"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 1, integer=True)
+        check_number("max_retry_attempts", self.max_retry_attempts, 0, integer=True)
+        check_number("state_cache_reserve", self.state_cache_reserve, 0, 0.9)
+        for name in ("fallback_threshold", "draft_confidence_threshold"):
+            check_number(name, getattr(self, name), 0, 1)
+        if self.target_acceptance is not None:
+            band = self.target_acceptance
+            if isinstance(band, str) or not isinstance(band, Sequence) or len(band) != 2:
+                raise ConfigError(f"target_acceptance must be two numbers (low, high), got {band!r}")
+            check_number("target_acceptance low", band[0], 0, 1)
+            check_number("target_acceptance high", band[1], band[0], 1)
+            object.__setattr__(self, "target_acceptance", tuple(band))
 
     @property
     def drafters(self) -> tuple[str, ...]:

@@ -154,7 +154,8 @@ class Row:
     request: Request
     start: int
     num_committed: int
-    max_drafts: int = 0  # draft tokens that have slots and budget
+    max_drafts: int = 0  # draft tokens that are wanted and have slots and budget
+    drafter: str = ""  # who drafts
     drafts: list[int] = field(default_factory=list)
     q: Tensor | None = None  # [len(drafts), V] what the drafts were drawn from; None: chosen without chance
 

@@ -60,7 +60,7 @@ def run_demo(llm: LLM, params: SamplingParams, *, figure: str | Path, color: boo
 
     Raises ConfigError without a drafter, or when the figure's folder cannot be made.
     """
-    if llm.engine.drafter is None:
+    if llm.engine.controller is None:
         raise ConfigError(
             "the demo compares plain with speculating: --draft must name a drafter, --candidate-length >= 1"
         )
@@ -89,7 +89,7 @@ def run_demo(llm: LLM, params: SamplingParams, *, figure: str | Path, color: boo
 
 
 def _answer(llm: LLM, question: str, params: SamplingParams, ink: Ink, *, speculate: bool, show: bool) -> Request:
-    """One run. Without its drafter, the engine is an ordinary one: same weights, same memory, one token per forward."""
+    """One run by the same engine. Without drafts each forward writes one token."""
 
     def write(piece: Piece) -> None:
         if show:
@@ -97,12 +97,7 @@ def _answer(llm: LLM, question: str, params: SamplingParams, ink: Ink, *, specul
 
     templated = getattr(llm.tokenizer, "chat_template", None)
     prompt = [{"role": "user", "content": question}] if templated else question
-    drafter = llm.engine.drafter
-    llm.engine.drafter = drafter if speculate else None
-    try:
-        return stream_answer(llm, prompt, params, write)
-    finally:
-        llm.engine.drafter = drafter
+    return stream_answer(llm, prompt, replace(params, speculative=speculate), write)
 
 
 # What the counters say -----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ Taught in notebooks 04 (continuous batching) and 12 (speculation inside the engi
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import operator
@@ -21,21 +22,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from minispec.config import ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from minispec.core import Request, Row, Status, Step, TokenEvent, TokenKind
 from minispec.kv.pool import KVPool
-from minispec.metrics import EngineMetrics, RollbackEvent
+from minispec.metrics import EngineMetrics, MetricsRow, RollbackEvent
 from minispec.runner import Runner
 from minispec.sampling.rng import child_seed
 from minispec.sampling.sampler import Outcome, choose_tokens
 from minispec.scheduler import Scheduler
-from minispec.speculative.drafter import Drafter, Proposal
+from minispec.speculative.controller import Controller
+from minispec.speculative.drafter import Drafter
 from minispec.text import TextStream
-
-if TYPE_CHECKING:
-    import torch
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ class Engine:
     """Runs requests over one model. It belongs to one thread; only `add` and `abort` may be called from a callback.
 
     runner: the target model. pool: its slots. context_length: most tokens of one request (cut to the pool's size).
-    drafter: proposes tokens to verify, or None. tokenizer: turns ids into text (None: ids only).
+    drafters: who proposes tokens to verify; none: plain decoding. tokenizer: turns ids into text (None: ids only).
     """
 
     def __init__(
@@ -56,14 +54,21 @@ class Engine:
         context_length: int,
         eos_ids: Iterable[int] = (),
         tokenizer: object | None = None,
-        drafter: Drafter | None = None,
+        drafters: Sequence[Drafter] = (),
     ) -> None:
-        self.config, self.runner, self.pool, self.drafter = config, runner, pool, drafter
+        self.config, self.runner, self.pool, self.drafters = config, runner, pool, list(drafters)
         self.context_length = min(context_length, pool.num_slots)
         self.eos_ids = frozenset(eos_ids)
         self.tokenizer = tokenizer
         self.scheduler = Scheduler(config, pool)
         self.metrics = EngineMetrics()
+        self.history: list[MetricsRow] = []
+        speculative = config.speculative_config or SpeculativeConfig()
+        self.verification, self.metrics_interval = speculative.verification, speculative.metrics_interval
+        self.controller: Controller | None = None
+        if drafters and speculative.candidate_length:
+            self.controller = Controller(speculative, drafters, runner.vocab_size, self.metrics)
+        self._before = self.snapshot()  # when the latest row of the history was written
         self.requests: dict[str, Request] = {}  # everything not finished
         self._ids = itertools.count()
         self._seeds = random.SystemRandom()
@@ -185,57 +190,23 @@ class Engine:
 
     def _step(self) -> Step:
         with self._timed("plan"):
-            step = self.scheduler.plan(self._speculative.candidate_length if self.drafter else 0)
+            step = self.scheduler.plan(self.controller.choose if self.controller else None)
         if not step.rows:
             assert not self.requests, "requests are queued and none can run"
             return step
         with self._timed("draft"):
-            self._draft(step)
+            if self.controller:
+                self.controller.draft(step)
         with self._timed("forward"):
             logits = self.runner.forward(step, self.pool.table.slots)
         with self._timed("verify"):
-            outcomes = choose_tokens(logits, step.sampled, self._speculative.verification) if step.sampled else []
+            outcomes = choose_tokens(logits, step.sampled, self.verification) if step.sampled else []
         with self._timed("commit"):
             self._commit(step, outcomes)
+        self._end_step(step)
         if self.config.check_every_step:
             self.check_integrity()
         return step
-
-    @property
-    def _speculative(self) -> SpeculativeConfig:
-        return self.config.speculative_config or SpeculativeConfig()
-
-    def _draft(self, step: Step) -> None:
-        """Fill `row.drafts` and `row.q`. A drafter that fails costs its draft, never a request."""
-        rows = [row for row in step.rows if row.max_drafts > 0]
-        if not rows:
-            return
-        try:
-            proposal = self.drafter.propose([row.request for row in rows], [row.max_drafts for row in rows])
-            drafts = self._checked(proposal, rows)
-        except Exception:
-            self._drafter_fault("this step runs without drafts")
-            return
-        for row, (tokens, q) in zip(rows, drafts, strict=True):
-            row.drafts, row.q = tokens, q
-
-    def _checked(self, proposal: Proposal, rows: list[Row]) -> list[tuple[list[int], torch.Tensor | None]]:
-        """The drafts as plain ints with their q; ValueError or TypeError when they are not what was asked for."""
-        vocab, drafts = self.runner.vocab_size, []
-        for row, tokens, q in zip(rows, proposal.tokens, proposal.q or [None] * len(rows), strict=True):
-            tokens = [operator.index(token) for token in tokens]
-            if len(tokens) > row.max_drafts or not all(0 <= token < vocab for token in tokens):
-                raise ValueError(f"draft {tokens} for {row.max_drafts} places and a vocabulary of {vocab}")
-            if q is not None and tuple(q.shape) != (len(tokens), vocab):
-                raise ValueError(f"q has shape {list(q.shape)}, expected {[len(tokens), vocab]}")
-            drafts.append((tokens, q))
-        return drafts
-
-    def _drafter_fault(self, consequence: str) -> None:
-        """Log the exception being handled, and count it."""
-        name = getattr(self.drafter, "name", type(self.drafter).__name__)
-        log.exception("the drafter %s failed; %s", name, consequence)
-        self.metrics.drafter_faults += 1
 
     def _commit(self, step: Step, outcomes: list[Outcome]) -> None:
         """Give each request its tokens and set its cursors to the committed end."""
@@ -263,8 +234,9 @@ class Engine:
                 self.pool.commit_prefix(request)
             self._append(row, outcome)
             emitting += 1
+        self._emitted = self.metrics.output_tokens - tokens_before
         if emitting:
-            self.metrics.forwards_saved += (self.metrics.output_tokens - tokens_before) / emitting - 1
+            self.metrics.forwards_saved += self._emitted / emitting - 1
 
     def _append(self, row: Row, outcome: Outcome) -> None:
         request = row.request
@@ -284,6 +256,8 @@ class Engine:
                 break
         request.kv_len = len(request.tokens) - 1  # rollback: what lies behind is not valid any more
         self._count(row, outcome, emitted=place + 1)
+        if row.drafts:
+            self.controller.record(row, outcome.accepted, place + 1, broken=outcome.broken)
         if reason is not None:
             self._finish(request, reason, event)
 
@@ -325,6 +299,26 @@ class Engine:
         if asked:
             self.metrics.speculation.record_seconds(draft, verify if any(row.drafts for row in asked) else None)
 
+    def _end_step(self, step: Step) -> None:
+        """Tell the controller what the step cost, and write a row of the history when it is time."""
+        if self.controller:
+            draft = self._took["draft"]
+            self.controller.end_step(step, draft, sum(self._took.values()) - draft, self._emitted)
+        if self.metrics.steps % self.metrics_interval == 0:
+            now = self.snapshot()
+            self.history.append(MetricsRow.between(self._before, now))
+            self._before = now
+
+    def snapshot(self) -> EngineMetrics:
+        """A copy of all counters, those that other parts keep included."""
+        metrics = copy.deepcopy(self.metrics)
+        metrics.preemptions, metrics.target_bytes = self.scheduler.preemptions, self.runner.weight_bytes
+        if self.controller:
+            metrics.alignment = self.controller.alignment
+            metrics.draft_forwards = sum(getattr(drafter, "forwards", 0) for drafter in self.drafters)
+            metrics.draft_bytes = sum(getattr(drafter, "bytes_read", 0) for drafter in self.drafters)
+        return metrics
+
     def _fail(self, request: Request, message: str) -> None:
         request.error = message
         self._finish(request, "error")
@@ -334,11 +328,8 @@ class Engine:
         request.finish_reason = reason
         del self.requests[request.id]
         self.scheduler.remove(request, keep=reason != "error")
-        try:
-            if self.drafter:
-                self.drafter.release(request)
-        except Exception:
-            self._drafter_fault(f"it may still keep something of {request.id}")
+        if self.controller:
+            self.controller.release(request)
         request.metrics.finished_s = time.perf_counter() - request.created
         self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
         self.metrics.prompt_tokens += len(request.prompt)

@@ -13,7 +13,7 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ from minispec.core import Request, TokenEvent, TokenKind, TokenLogprob
 from minispec.device import choose_device, choose_dtype
 from minispec.engine import Engine
 from minispec.kv.pool import KVPool
-from minispec.metrics import RequestMetrics
+from minispec.metrics import EngineMetrics, MetricsRow, RequestMetrics
 from minispec.models.loading import load_model
 from minispec.runner import ModelRunner
-from minispec.speculative.build import build_drafter, needs_hidden
+from minispec.speculative.build import build_drafters, needs_hidden
 from minispec.speculative.drafter import Drafter
 
 log = logging.getLogger(__name__)
@@ -192,14 +192,16 @@ class LLM:
             context_length=context,
             eos_ids=loaded.config.eos_ids,
             tokenizer=self.tokenizer,
-            drafter=drafter or build_drafter(speculative, loaded, runner, pool, dtype=self.dtype),
+            drafters=[drafter] if drafter else build_drafters(speculative, loaded, runner, pool, dtype=self.dtype),
         )
         self._open = True
 
     def _default_cache_tokens(self, context: int) -> int:
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
-            return max(context, int(free * CUDA_CACHE_FRACTION) // self.model_config.kv_bytes_per_token(self.dtype))
+            speculative = self.config.speculative_config
+            share = CUDA_CACHE_FRACTION * (1 - speculative.state_cache_reserve if speculative else 1)
+            return max(context, int(free * share) // self.model_config.kv_bytes_per_token(self.dtype))
         return min(self.config.max_num_seqs * context, max(context, DEFAULT_CACHE_TOKENS))
 
     # Generation ------------------------------------------------------------------------------------------------
@@ -309,25 +311,14 @@ class LLM:
 
     # Care ------------------------------------------------------------------------------------------------------
 
-    def metrics(self) -> dict[str, Any]:
-        """Counters since start: the fields of `EngineMetrics` and figures derived from them."""
+    def metrics(self) -> EngineMetrics:
+        """A copy of all counters since start, with the figures that are derived from them."""
         self._check_open()
-        engine, counts = self.engine.metrics, self.engine.metrics.speculation
-        target_bytes, drafter = self.engine.runner.weight_bytes, self.engine.drafter
-        draft_forwards, draft_bytes = (getattr(drafter, name, 0) for name in ("forwards", "bytes_read"))
-        return asdict(engine) | {
-            "preemptions": self.engine.scheduler.preemptions,
-            "acceptance_rate": counts.acceptance_rate,
-            "acceptance_length": counts.acceptance_length,
-            "acceptance_by_position": counts.acceptance_by_position,
-            "draft_seconds": counts.draft_seconds,
-            "verification_latency": counts.verification_latency,
-            "rollbacks": counts.rollbacks,
-            "rollbacks_per_second": engine.rollbacks_per_second,
-            "draft_forwards": draft_forwards,
-            "weight_bytes_read": engine.steps * target_bytes + draft_bytes,
-            "weight_bytes_saved": engine.forwards_saved * target_bytes - draft_bytes,
-        }
+        return self.engine.snapshot()
+
+    def metrics_history(self) -> list[MetricsRow]:
+        """What happened over time: one row for every `metrics_interval` steps."""
+        return list(self.engine.history)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner."""
@@ -342,7 +333,7 @@ class LLM:
         for request_id in list(self.engine.requests):
             self.engine.abort(request_id)
         self._open = False
-        self.model = self.engine.runner = self.engine.drafter = None
+        self.model = self.engine.runner = self.engine.controller = None
 
     def _check_open(self) -> None:
         if not self._open:

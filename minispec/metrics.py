@@ -7,7 +7,8 @@ Definitions (K > 0 means that the step carried drafts for the request):
 - acceptance length = emitted / verify rows, so it counts the token that the target adds (1.0 = nothing gained).
 - acceptance by position j = drafts kept at place j / drafts offered at place j; a draft after the first miss is offered
   and not kept.
-- draft time: seconds in the drafter, catching up included, over the steps that asked it for drafts.
+- draft time: seconds in a draft model, catching up included, over the steps that asked for drafts. N-grams are looked
+  up while the step is planned.
 - verification latency: mean seconds of forward + verify over the steps that carried drafts, from packing the rows until
   the accepted counts and tokens are on the host. Rows of other requests and prompt chunks in the same forward are in.
   Both times are counted once for the engine, and in full for every request that waited for them.
@@ -17,6 +18,9 @@ Definitions (K > 0 means that the step carried drafts for the request):
 - forwards saved by the engine: a forward gives each of its B emitting rows one token in plain decoding. A step whose B
   rows emitted E tokens stands for E / B such forwards, so it saved E / B - 1. That is what a batch saves that stays as
   wide as it is; when no other request waits to take the place of a fast one, the slowest decides and less is saved.
+- speed-up = seconds that plain steps of this engine would have taken for the tokens of its steps with drafts, at the
+  same batch, / seconds that these steps took. The former are a fit to the plain steps that run now and then. Steps
+  with prompt chunks are left out.
 - weight bytes saved = forwards saved * bytes of the target - bytes that draft models read.
 
 Does not know: who counts. Taught in notebook 09 (guess and verify).
@@ -162,16 +166,107 @@ class EngineMetrics:
     prompt_tokens: int = 0  # of finished requests
     cached_tokens: int = 0  # of them, found in the radix cache
     output_tokens: int = 0
+    preemptions: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
-    drafter_faults: int = 0  # times that the drafter raised or returned nonsense
-    forwards_saved: float = 0.0
-    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     seconds: dict[str, float] = field(default_factory=dict)  # plan, draft, forward, verify, commit
+
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    by_drafter: dict[str, SpeculationCounts] = field(default_factory=dict)
+    alignment: dict[str, float] = field(default_factory=dict)  # share of each drafter's latest drafts that were kept
+    forwards_saved: float = 0.0
+    draft_forwards: int = 0
+    target_bytes: int = 0  # of weights, read by each forward
+    draft_bytes: int = 0  # of weights, read by draft models
+    plain_seconds: float = 0.0  # that plain steps of the same engine would have taken for the tokens of drafted steps
+    drafted_seconds: float = 0.0  # that these steps did take
+
+    lengths: dict[int, int] = field(default_factory=dict)  # drafts of a request in a step -> how often
+    choices: dict[str, int] = field(default_factory=dict)  # why so many, see speculative/controller.py -> how often
+    explorations: int = 0  # drafts by the drafter that promised less
+    fallbacks: int = 0  # pauses of a request below fallback_threshold
+    regressions: int = 0  # pauses of the engine, because speculation had been slower than plain decoding
+    faults: dict[str, int] = field(default_factory=dict)  # kind -> times that a drafter raised or returned nonsense
+    drafters_off: list[str] = field(default_factory=list)  # after too many faults
 
     def add_seconds(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     @property
+    def drafter_faults(self) -> int:
+        return sum(self.faults.values())
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.speculation.acceptance_rate
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.speculation.acceptance_length
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        return self.speculation.acceptance_by_position
+
+    @property
+    def verification_latency(self) -> float:
+        return self.speculation.verification_latency
+
+    @property
+    def draft_latency(self) -> float:
+        """Mean seconds of drafting in a step that verified drafts."""
+        counts = self.speculation
+        return counts.draft_seconds / counts.verify_steps if counts.verify_steps else 0.0
+
+    @property
+    def speed_up(self) -> float:
+        """Tokens per second of steps with drafts over those of plain steps; 0 while either was not measured."""
+        return self.plain_seconds / self.drafted_seconds if self.drafted_seconds else 0.0
+
+    @property
     def rollbacks_per_second(self) -> float:
         total = sum(self.seconds.values())
         return self.speculation.rollbacks / total if total else 0.0
+
+    @property
+    def weight_bytes_read(self) -> int:
+        return self.steps * self.target_bytes + self.draft_bytes
+
+    @property
+    def weight_bytes_saved(self) -> float:
+        return self.forwards_saved * self.target_bytes - self.draft_bytes
+
+
+@dataclass(frozen=True)
+class MetricsRow:
+    """What happened in the last `steps` steps up to step number `step`: one point of the curves over time."""
+
+    step: int
+    steps: int
+    seconds: float
+    output_tokens: int
+    batch: float  # mean of the requests that got tokens in a step
+    candidate_length: float  # mean drafts of a request in a step
+    acceptance_rate: float
+    acceptance_length: float
+    speed_up: float
+    choices: dict[str, int]
+
+    @classmethod
+    def between(cls, before: EngineMetrics, now: EngineMetrics) -> MetricsRow:
+        """The difference of two states of the same engine's counters."""
+        a, b = before.speculation, now.speculation
+        steps, rows = now.steps - before.steps, sum(now.lengths.values()) - sum(before.lengths.values())
+        drafted, drafted_seconds = b.drafted - a.drafted, now.drafted_seconds - before.drafted_seconds
+        choices = {why: n - before.choices.get(why, 0) for why, n in now.choices.items()}
+        return cls(
+            step=now.steps,
+            steps=steps,
+            seconds=sum(now.seconds.values()) - sum(before.seconds.values()),
+            output_tokens=now.output_tokens - before.output_tokens,
+            batch=rows / max(1, steps),
+            candidate_length=drafted / max(1, rows),
+            acceptance_rate=(b.accepted - a.accepted) / max(1, drafted),
+            acceptance_length=(b.emitted - a.emitted) / max(1, b.verify_rows - a.verify_rows),
+            speed_up=(now.plain_seconds - before.plain_seconds) / drafted_seconds if drafted_seconds else 0.0,
+            choices={why: n for why, n in choices.items() if n},
+        )

@@ -7,8 +7,8 @@ long prompt never stops the others. One budget of tokens per forward is given ou
 1. every decoding request gets one row; when slots run out, what rejected drafts left over is taken back, then the
    request admitted last is preempted: it gives its slots back, waits at the head of the queue, and is computed again
    later (most of it comes from the radix cache);
-2. draft tokens for the decoding requests, oldest first, where slots are free or hold cached prefixes, and only in
-   pages that they hold already while the queue's head lacks pages;
+2. draft tokens for the decoding requests, as many as the caller's rule says, where slots are free or hold cached
+   prefixes, and only in pages that they hold already while the queue's head lacks pages;
 3. prompt chunks of admitted requests, oldest first;
 4. admission, first come first served, when the whole prompt fits.
 
@@ -22,12 +22,15 @@ Taught in notebooks 04 (continuous batching) and 05 (chunked prefill).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
 from minispec.config import EngineConfig
 from minispec.core import Request, Row, Status, Step
 from minispec.kv.pool import KVPool, pages_for
+
+ChooseLengths = Callable[[list[Row], int, int], list[int]]
 
 
 class Scheduler:
@@ -53,11 +56,11 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = Status.FINISHED
 
-    def plan(self, candidate_length: int) -> Step:
+    def plan(self, choose_lengths: ChooseLengths | None = None) -> Step:
         """Choose the rows of the next forward and reserve their slots. An empty step means nothing can run.
 
-        `Row.max_drafts` of a decoding row says how many draft tokens, at most `candidate_length`, have slots and
-        budget.
+        choose_lengths(decoding rows, budget, prompt tokens beside them) says how many draft tokens each row should get
+        (None: no drafts); `Row.max_drafts` is how many of these have slots.
         """
         # 1) One row for everyone who decodes.
         rows = []
@@ -72,10 +75,13 @@ class Scheduler:
         prefilling = [request for request in self.running if request.in_prefill]
         reading = prefilling or (self.waiting and len(self.running) < self.config.max_num_seqs)
         draft_budget = budget - (max(1, self.config.max_num_batched_tokens // 4) if reading else 0)
-        for row in rows:
-            row.max_drafts = self._draft_slots(row.request, min(candidate_length, draft_budget))
-            draft_budget -= row.max_drafts
-            budget -= row.max_drafts
+        if choose_lengths is not None and rows and draft_budget > 0:
+            unread = sum(min(request.prefill_end - request.kv_len, self.chunk_size) for request in prefilling)
+            lengths = choose_lengths(rows, draft_budget, min(unread, budget))
+            assert sum(lengths) <= draft_budget, f"drafts {lengths} are more than {draft_budget}"
+            for row, length in zip(rows, lengths, strict=True):
+                row.max_drafts = self._draft_slots(row.request, length)
+                budget -= row.max_drafts
         # 3) Prompt chunks of requests that hold slots already.
         for request in prefilling:
             budget -= self._add_chunk(rows, request, budget)

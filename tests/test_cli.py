@@ -329,11 +329,11 @@ def test_demo_prints_its_table_and_saves_its_figure(
 
 
 def test_demo_runs_differ_only_in_the_drafter(tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    options = {"draft_model": "ngram", "candidate_length": 4}
+    options = {"draft_model": "ngram", "candidate_length": 4, "adaptive": False}
     with LLM(tiny[1], dtype="float32", enable_radix_cache=False, speculative_config=options) as llm:
-        drafter = llm.engine.drafter
+        drafter = llm.engine.drafters[0]
         pairs = run_demo(llm, SamplingParams(temperature=0, max_tokens=60), figure=tmp_path / "demo.png")
-        assert llm.engine.drafter is drafter
+        assert llm.engine.drafters[0] is drafter
         llm.check_integrity()
     assert all(pair.speculating.metrics.accepted for pair in pairs)
     for pair in pairs:

@@ -64,6 +64,7 @@ def tiny(tmp_path_factory):
 
 def make(folder, speculative, **options) -> LLM:
     options = {"kv_cache_tokens": 1024, "check_every_step": True, **options}
+    speculative = {"adaptive": False, **(speculative or {"candidate_length": 0})}
     return LLM(str(folder), dtype="float32", speculative_config=speculative, **options)
 
 
@@ -92,7 +93,7 @@ def test_every_drafter_gives_reference_ids_in_every_mode(tiny, kind, page_size, 
     for _ in range(2):  # the second round meets a warm cache
         for output, (ids, margin) in zip(llm.generate(prompts, greedy()), expected, strict=True):
             assert_same_ids(output.token_ids, ids, margin)
-    assert llm.metrics()["drafter_faults"] == 0
+    assert llm.metrics().drafter_faults == 0
     counts = llm.engine.metrics.speculation
     assert counts.drafted > 0
     if kind == "itself":
@@ -124,7 +125,7 @@ def test_draft_rows_that_are_called_exact_are_exact(tiny, kind, page_size, radix
     folder, _, prompts, _ = tiny
     speculative = config_for(kind, tiny) | {"candidate_length": k}
     llm = make(folder, speculative, page_size=page_size, enable_radix_cache=radix, chunked_prefill_size=chunk)
-    drafter, pool, checked = llm.engine.drafter, llm.engine.pool, 0
+    drafter, pool, checked = llm.engine.drafters[0], llm.engine.pool, 0
     for tensor in [t.cache.k for t in drafter.tenants] + [t.cache.v for t in drafter.tenants] + drafter.hidden:
         tensor.fill_(float("nan"))  # a hole would not go unseen
     for index, prompt in enumerate(prompts):
@@ -168,10 +169,10 @@ def test_preemption_and_pauses_only_leave_gaps_that_are_closed(tiny):
         )
         for prompt in prompts[:5]:
             llm.engine.add(prompt, greedy())
-        drafter, step = llm.engine.drafter, 0
+        drafter, step = llm.engine.drafters[0], 0
         requests = list(llm.engine.requests.values())
         while llm.engine.has_work:
-            llm.engine.drafter = drafter if step % 3 else None  # a pause with K = 0 in every third step
+            llm.engine.controller.model.on = step % 3 > 0  # a pause with K = 0 in every third step
             llm.engine.step()
             step += 1
         assert llm.engine.scheduler.preemptions > 0
@@ -200,7 +201,7 @@ def test_a_draft_model_with_a_shorter_context_stops_there(tiny, tmp_path):
     [output] = llm.generate(prompt, greedy(40))
     assert_same_ids(output.token_ids, *reference_greedy(llm.model, prompt, 40))
     drafted = llm.engine.metrics.speculation.drafted
-    assert drafted > 0 and llm.metrics()["drafter_faults"] == 0
+    assert drafted > 0 and llm.metrics().drafter_faults == 0
     llm.generate((prompts[0] * 3)[:40], greedy(10))
     assert llm.engine.metrics.speculation.drafted == drafted
 
@@ -213,7 +214,7 @@ def test_padded_vocabularies_are_accepted_both_ways(tiny, tmp_path, vocab_size):
     padding = {token: -1e6 for token in range(280, 300)}  # a trained target never writes what no text is made of
     params = SamplingParams(temperature=1.0, max_tokens=20, seed=4, ignore_eos=True, logit_bias=padding)
     outputs = llm.generate([[t % 280 for t in prompt] for prompt in prompts], params)
-    assert llm.metrics()["drafter_faults"] == 0 and llm.engine.metrics.speculation.drafted > 0
+    assert llm.metrics().drafter_faults == 0 and llm.engine.metrics.speculation.drafted > 0
     assert all(token < 280 for output in outputs for token in output.token_ids)
 
 
@@ -234,7 +235,7 @@ def test_heads_are_found_by_name_in_each_family(tiny, tmp_path, family):
     folder, _, prompts, expected = tiny
     head = write_head(tmp_path / "head.safetensors", LLM(str(folder), kv_cache_tokens=64).model_config, family)
     llm = make(folder, {"draft_model": "mtp", "draft_head": str(head)})
-    assert llm.engine.drafter.modules[0].hidden_first == (family == "mimo")
+    assert llm.engine.drafters[0].modules[0].hidden_first == (family == "mimo")
     [output] = llm.generate(prompts[0], greedy())
     assert_same_ids(output.token_ids, *expected[0])
 
@@ -283,7 +284,7 @@ def test_the_module_equals_transformers_own(tiny, hidden_first):
         expected = mtp.forward_layer(0, hidden[:, :-1], torch.arange(n - 1)[None], None, input_ids=ids[:, 1:])[0]
 
         llm = make(folder, {"draft_model": "mtp", "draft_head": str(head)})
-        [module] = llm.engine.drafter.modules
+        [module] = llm.engine.drafters[0].modules
         module.hidden_first = hidden_first
         ours = llm.model.forward(ids[0], torch.arange(n), CausalAttention())
         cos, sin = llm.model.rotary(torch.arange(n - 1))
@@ -298,7 +299,7 @@ def test_what_a_draft_model_reads_is_counted(tiny, monkeypatch):
     seen: list[int] = []
     for kind in ("mtp", "chain", "early-exit", "itself"):
         llm = make(folder, config_for(kind, tiny) | {"candidate_length": 4})
-        drafter = llm.engine.drafter
+        drafter = llm.engine.drafters[0]
         forward = drafter.forward
 
         def counted(segments, depth, forward=forward):
@@ -317,9 +318,9 @@ def test_what_a_draft_model_reads_is_counted(tiny, monkeypatch):
         seen.clear()
         [out] = llm.generate(prompts[0], greedy(9))
         metrics = llm.metrics()
-        assert metrics["draft_forwards"] == out.metrics.draft_forwards == drafter.forwards > 0
+        assert metrics.draft_forwards == out.metrics.draft_forwards == drafter.forwards > 0
         assert out.metrics.draft_bytes == drafter.bytes_read
-        assert metrics["weight_bytes_read"] == metrics["steps"] * llm.engine.runner.weight_bytes + drafter.bytes_read
+        assert metrics.weight_bytes_read == metrics.steps * llm.engine.runner.weight_bytes + drafter.bytes_read
         assert drafter.bytes_read == pytest.approx(sum(seen), rel=0.02)
 
 
@@ -331,12 +332,12 @@ def test_a_long_prompt_is_caught_up_with_in_several_forwards(tiny, kind, monkeyp
     outputs = llm.generate(prompts, greedy())  # of several lengths: some are behind while others are not
     for output, (ids, margin) in zip(outputs, expected, strict=True):
         assert_same_ids(output.token_ids, ids, margin)
-    assert llm.metrics()["drafter_faults"] == 0
+    assert llm.metrics().drafter_faults == 0
     if kind == "itself":
         assert llm.engine.metrics.speculation.acceptance_rate == 1.0
     # Alone, K = 1, two output tokens after the first: each catch-up reads at most 5 of the n + 1 (less the shift) rows.
     [alone] = make(folder, config_for(kind, tiny) | {"candidate_length": 1}).generate(prompts[0], greedy(3))
-    rows = len(prompts[0]) + 1 - llm.engine.drafter.shift
+    rows = len(prompts[0]) + 1 - llm.engine.drafters[0].shift
     assert alone.metrics.draft_forwards == -(-rows // 5)  # of a chain, one module is enough for one draft
 
 
@@ -348,6 +349,6 @@ def test_greedy_and_sampling_requests_of_different_lengths_share_a_batch(tmp_pat
         params = [SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)]
         params += [SamplingParams(seed=n, max_tokens=n, ignore_eos=True) for n in range(2, 7)]
         outputs = llm.generate([[5, 6, 7]] * 6, params)
-        assert llm.metrics()["drafter_faults"] == 0
+        assert llm.metrics().drafter_faults == 0
     with LLM(folder, dtype="float32") as llm:
         assert llm.generate([[5, 6, 7]], params[0])[0].token_ids == outputs[0].token_ids

@@ -72,7 +72,7 @@ def test_tiny_llama_gives_reference_ids_in_every_mode(tiny, page_size, radix, ch
         chunked_prefill_size=chunk,
         kv_cache_tokens=1024,
         check_every_step=True,
-        speculative_config={"draft_model": "ngram", "candidate_length": k, "ngram_min": 1},
+        speculative_config={"draft_model": "ngram", "candidate_length": k, "ngram_min": 1, "adaptive": False},
     )
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_other_architectures_through_the_whole_engine(tmp_path, architecture):
         chunked_prefill_size=5,
         kv_cache_tokens=512,
         check_every_step=True,
-        speculative_config={"candidate_length": 3, "ngram_min": 1},
+        speculative_config={"candidate_length": 3, "ngram_min": 1, "adaptive": False},
     )
     prompts = prompts_for(4, llm.model_config.vocab_size)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True))

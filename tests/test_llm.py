@@ -65,7 +65,12 @@ def test_n_completions_have_indexes_and_their_own_metrics(llm):
 
 
 def test_stream_pieces_join_to_the_text_and_carry_their_kind(folder):
-    llm = LLM(folder, dtype="float32", kv_cache_tokens=512, speculative_config={"candidate_length": 3, "ngram_min": 1})
+    llm = LLM(
+        folder,
+        dtype="float32",
+        kv_cache_tokens=512,
+        speculative_config={"candidate_length": 3, "ngram_min": 1, "adaptive": False},
+    )
     prompt = "abc abc abc abc"
     [whole] = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     pieces = list(llm.stream(prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)))
@@ -132,7 +137,12 @@ def test_a_second_turn_finds_the_first_in_the_cache(llm):
 
 @pytest.mark.parametrize("stop", ["xyz", ["q", "ab"]])
 def test_stop_strings_never_leak_under_speculation(folder, stop):
-    llm = LLM(folder, dtype="float32", kv_cache_tokens=512, speculative_config={"candidate_length": 4, "ngram_min": 1})
+    llm = LLM(
+        folder,
+        dtype="float32",
+        kv_cache_tokens=512,
+        speculative_config={"candidate_length": 4, "ngram_min": 1, "adaptive": False},
+    )
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     [plain] = llm.generate("abc abc abc", params)
     middle = plain.text[8:11]
@@ -286,19 +296,19 @@ def test_metrics_are_counts_of_what_happened(folder):
     llm = LLM(folder, dtype="float32", kv_cache_tokens=512, page_size=1)
     [out] = llm.generate([5, 6, 7], GREEDY)
     metrics = llm.metrics()
-    assert (metrics["steps"], metrics["computed_tokens"], metrics["output_tokens"]) == (12, 14, 12)
-    assert metrics["prompt_tokens"] == 3 and metrics["finished"] == {"length": 1}
-    assert metrics["weight_bytes_read"] == 12 * llm.model_config.num_parameters_read * 4
+    assert (metrics.steps, metrics.computed_tokens, metrics.output_tokens) == (12, 14, 12)
+    assert metrics.prompt_tokens == 3 and metrics.finished == {"length": 1}
+    assert metrics.weight_bytes_read == 12 * llm.model_config.num_parameters_read * 4
     assert out.metrics.forwards == 12 and out.metrics.first_token_s <= out.metrics.finished_s
     [again] = llm.generate([5, 6, 7], GREEDY)
-    assert again.metrics.cached_tokens == 2 and llm.metrics()["cached_tokens"] == 2
+    assert again.metrics.cached_tokens == 2 and llm.metrics().cached_tokens == 2
 
 
 def test_speculative_config_object_and_dictionary_are_the_same(folder):
     for config in (SpeculativeConfig(candidate_length=2), {"candidate_length": 2}):
         llm = LLM(folder, dtype="float32", kv_cache_tokens=64, speculative_config=config)
-        assert llm.config.speculative_config.candidate_length == 2 and llm.engine.drafter.name == "ngram"
-    assert LLM(folder, kv_cache_tokens=64, speculative_config={"candidate_length": 0}).engine.drafter is None
+        assert llm.config.speculative_config.candidate_length == 2 and llm.engine.drafters[0].name == "ngram"
+    assert not LLM(folder, kv_cache_tokens=64, speculative_config={"candidate_length": 0}).engine.drafters
 
 
 def test_importing_the_package_is_light_and_never_imports_flashinfer():

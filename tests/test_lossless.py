@@ -62,7 +62,7 @@ def make(tiny, kind: str, k: int, **options) -> LLM:
         "early-exit": {"draft_model": "early-exit", "early_exit_layers": 1},
         "copy-first": {"draft_model": [str(root / "draft"), "ngram"], "ngram_min": 3},
     }[kind]
-    speculative |= {"candidate_length": k}
+    speculative |= {"candidate_length": k, "adaptive": False}
     for name in ("verification", "draft_sampling"):
         if name in options:
             speculative[name] = options.pop(name)
@@ -126,7 +126,7 @@ def sample_and_compare(llm: LLM, theirs, length: int, each: Sequence[SamplingPar
     seeded = [replace(p, max_tokens=length, ignore_eos=True, seed=i) for i, p in enumerate(params)]
     outputs = [output.token_ids for output in llm.generate([PROMPT] * COUNT, seeded)]
     assert_idle(llm.engine)
-    assert llm.metrics()["drafter_faults"] == 0
+    assert llm.metrics().drafter_faults == 0
     return p_values(distributions(theirs, outputs, params), outputs)
 
 
@@ -197,13 +197,13 @@ def test_control_a_wrong_rule_is_seen(tiny, kind, name, wrong, monkeypatch):
 @pytest.mark.parametrize("verification,seen", [("rejection", True), ("match", False)])
 def test_control_a_q_that_the_draft_was_not_drawn_from_is_seen_and_match_needs_none(tiny, verification, seen):
     llm = make(tiny, "standalone", 3, verification=verification)
-    honest = llm.engine.drafter.propose
+    honest = llm.engine.drafters[0].propose
 
     def uniform_q(requests, lengths):
         proposal = honest(requests, lengths)
         return replace(proposal, q=[torch.full_like(q, 1 / VOCAB) for q in proposal.q])
 
-    llm.engine.drafter.propose = uniform_q
+    llm.engine.drafters[0].propose = uniform_q
     values = sample_and_compare(llm, tiny[1], 6, [SamplingParams()])
     assert (min(values) < SMALLEST_P_VALUE / 1e3) == seen, values
 
@@ -217,8 +217,8 @@ def test_match_gives_a_seeded_request_the_ids_of_plain_decoding(tiny, kind):
     params = [replace(p, seed=i, max_tokens=20, ignore_eos=True) for i, p in enumerate([SamplingParams(), *MIXED] * 4)]
     expected = [output.token_ids for output in plain.generate([PROMPT] * len(params), params)]
     assert [output.token_ids for output in llm.generate([PROMPT] * len(params), params)] == expected
-    assert plain.metrics()["speculation"]["drafted"] == 0
-    assert 0.02 < llm.metrics()["acceptance_rate"] < 0.98
+    assert plain.metrics().speculation.drafted == 0
+    assert 0.02 < llm.metrics().acceptance_rate < 0.98
     by_rejection = make(tiny, kind, 4, verification="rejection").generate([PROMPT] * len(params), params)
     assert [output.token_ids for output in by_rejection] != expected
 
@@ -230,8 +230,7 @@ def test_match_gives_the_ids_of_plain_decoding_for_any_draft_and_any_sampling_pa
     prompts = [[1 + i, 2, 3] for i in range(len(params))]
     plain = run_engine(tag_engine(logits_of), prompts, params)
     drafter = ScriptedDrafter(lambda tokens: int(np.argmax(logits_of(tokens))), 12, script)
-    engine = tag_engine(logits_of, drafter=drafter)
-    engine.config = replace(engine.config, speculative_config={"verification": "match"})
+    engine = tag_engine(logits_of, drafter=drafter, speculative_config={"verification": "match", "adaptive": False})
     requests = run_engine(engine, prompts, params)
     assert [r.output for r in requests] == [r.output for r in plain]
     assert {TokenKind.ACCEPTED, TokenKind.CORRECTED} <= {kind for r in requests for kind in r.kinds} or script == [0]
@@ -262,9 +261,9 @@ def test_the_target_as_its_own_draft_is_accepted_whole(tiny, page_size, chunk, s
     for _ in range(2):
         llm.generate(prompts, params)
     metrics = llm.metrics()
-    assert metrics["acceptance_rate"] > 0.999 and metrics["speculation"]["drafted"] > 50  # p = q but for rounding
-    assert metrics["cached_tokens"] > 0 and (metrics["preemptions"] > 0) == (slots < 512)
-    assert metrics["drafter_faults"] == 0
+    assert metrics.acceptance_rate > 0.999 and metrics.speculation.drafted > 50  # p = q but for rounding
+    assert metrics.cached_tokens > 0 and (metrics.preemptions > 0) == (slots < 512)
+    assert metrics.drafter_faults == 0
 
 
 @pytest.mark.parametrize("kind", ["standalone", "mtp", "early-exit", "copy-first"])
@@ -272,7 +271,7 @@ def test_greedy_and_sampled_requests_of_different_lengths_are_drafted_together(t
     llm = make(tiny, kind, 4)
     params = [replace(GREEDY, max_tokens=n, temperature=t, seed=1) for n, t in ((5, 0.9), (18, 0), (3, 0), (9, 0.9))]
     together = [output.token_ids for output in llm.generate([PROMPT] * 4, params)]
-    assert llm.metrics()["drafter_faults"] == 0
+    assert llm.metrics().drafter_faults == 0
     assert together == [make(tiny, kind, 4).generate(PROMPT, p)[0].token_ids for p in params]
 
 

@@ -120,8 +120,13 @@ def test_an_end_inside_a_draft_undoes_the_drafts_behind_it(stop):
     engine.step()
     slots = engine.pool.slots
     if stop == "max_tokens":
-        request.max_len = len(prompt) + place + 1  # drafts are clipped to the limit, so it has to move under them
-        engine.scheduler._draft_slots = lambda r, wanted: wanted if engine.pool.reserve(r, len(r.tokens) + 4) else 0
+        propose = engine.drafters[0].propose
+
+        def and_then_less(requests, lengths):  # drafts are clipped to the limit, so it has to move under them
+            request.max_len = len(prompt) + place + 1
+            return propose(requests, lengths)
+
+        engine.drafters[0].propose = and_then_less
     held = []
     engine.pool.slots = lambda r: held.append(slots(r).tolist()) or slots(r)
     engine.step()
@@ -156,12 +161,13 @@ def test_times_are_counted_once_for_the_engine_and_in_full_for_each_request():
         assert (its.draft_seconds, its.verify_seconds, its.verify_steps) == (steps, 2 * steps, steps)
 
 
-def test_a_drafter_without_an_idea_costs_draft_time_and_no_verification():
+def test_text_without_a_repetition_costs_neither_draft_time_nor_a_verification():
     engine = tag_engine(lambda tokens: [float(t == len(tokens) % 12) for t in range(12)], drafter=NgramDrafter(3, 2))
     [request] = run_with_ticks(engine, [[7, 7]], greedy(5))
     counts = request.metrics.speculation
     assert counts.verify_rows == counts.verify_steps == counts.verify_seconds == 0
-    assert counts.draft_seconds == engine.metrics.speculation.draft_seconds == 3.0  # the last step asks for none
+    assert counts.draft_seconds == engine.metrics.speculation.draft_seconds == 0
+    assert engine.metrics.choices == {"no match": 3, "room": 1} and engine.metrics.lengths == {0: 5}
 
 
 def run_with_ticks(engine, prompts, params):
@@ -221,28 +227,28 @@ def test_weight_bytes_saved_are_net_of_what_the_draft_model_reads(tmp_path):
         llm = LLM(str(folder), dtype="float32", kv_cache_tokens=512, speculative_config=speculative)
         [out] = llm.generate([5, 6, 7], params)
         metrics, target = llm.metrics(), llm.engine.runner.weight_bytes
-        assert metrics["weight_bytes_saved"] == plain.metrics()["weight_bytes_read"] - metrics["weight_bytes_read"]
-        assert metrics["weight_bytes_saved"] == out.metrics.weight_bytes_saved(target)
+        assert metrics.weight_bytes_saved == plain.metrics().weight_bytes_read - metrics.weight_bytes_read
+        assert metrics.weight_bytes_saved == out.metrics.weight_bytes_saved(target)
     # The target as its own draft: 9 decoded tokens in 3 steps save 6 forwards, and 6 drafts read as much.
-    assert plain.metrics()["weight_bytes_saved"] == 0
+    assert plain.metrics().weight_bytes_saved == 0
     counts = SpeculationCounts(verify_rows=3, emitted=9)
     assert RequestMetrics(draft_bytes=240, speculation=counts).weight_bytes_saved(100) == 6 * 100 - 240
 
 
 def test_the_front_door_shows_every_figure(tmp_path):
     folder = write_tiny_checkpoint(tmp_path, "llama")
-    speculative = {"candidate_length": 3, "ngram_min": 1}
+    speculative = {"candidate_length": 3, "ngram_min": 1, "adaptive": False}
     llm = LLM(str(folder), dtype="float32", kv_cache_tokens=512, speculative_config=speculative)
     [out] = llm.generate("abc abc abc abc", greedy(40, ignore_eos=True))
     metrics, counts = llm.metrics(), out.metrics.speculation
-    assert metrics["speculation"]["drafted"] == counts.drafted == out.metrics.drafted > 0
-    assert metrics["speculation"]["emitted"] == counts.emitted
-    assert metrics["acceptance_length"] == counts.acceptance_length > 1
-    assert metrics["acceptance_rate"] == counts.acceptance_rate > 0
-    assert metrics["acceptance_by_position"] == counts.acceptance_by_position
-    assert metrics["rollbacks"] == len(out.metrics.rollbacks) == counts.rollbacks > 0
-    assert metrics["rollbacks_per_second"] > 0 and out.metrics.rollbacks_per_second > 0
-    assert 0 < metrics["draft_seconds"] <= metrics["seconds"]["draft"]
-    assert 0 < metrics["verification_latency"] == counts.verification_latency
-    assert metrics["forwards_saved"] == pytest.approx(counts.forwards_saved) and metrics["draft_forwards"] == 0
-    assert metrics["weight_bytes_saved"] == pytest.approx(counts.forwards_saved * llm.engine.runner.weight_bytes)
+    assert metrics.speculation.drafted == counts.drafted == out.metrics.drafted > 0
+    assert metrics.speculation.emitted == counts.emitted
+    assert metrics.acceptance_length == counts.acceptance_length > 1
+    assert metrics.acceptance_rate == counts.acceptance_rate > 0
+    assert metrics.acceptance_by_position == counts.acceptance_by_position
+    assert metrics.speculation.rollbacks == len(out.metrics.rollbacks) == counts.rollbacks > 0
+    assert metrics.rollbacks_per_second > 0 and out.metrics.rollbacks_per_second > 0
+    assert 0 < metrics.speculation.draft_seconds <= metrics.seconds["draft"]
+    assert 0 < metrics.verification_latency == counts.verification_latency
+    assert metrics.forwards_saved == pytest.approx(counts.forwards_saved) and metrics.draft_forwards == 0
+    assert metrics.weight_bytes_saved == pytest.approx(counts.forwards_saved * llm.engine.runner.weight_bytes)

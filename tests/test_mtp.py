@@ -82,7 +82,10 @@ class TagModule:
 def tag_mtp(num_modules: int, ids: list[int], vocab_size: int, draft_ids=None, delay=0, k=5, slots=512, **config):
     """An engine whose MTP drafter is right exactly when every module is handed the right pair."""
     config = EngineConfig(
-        check_every_step=True, kv_cache_tokens=slots, speculative_config={"candidate_length": k}, **config
+        check_every_step=True,
+        kv_cache_tokens=slots,
+        speculative_config={"candidate_length": k, "adaptive": False},
+        **config,
     )
     pool = KVPool(slots, config.page_size, num_rows=config.max_num_seqs, max_len=128)
     runner = TagTarget(pool.num_slots, ids, vocab_size, delay)
@@ -96,7 +99,7 @@ def tag_mtp(num_modules: int, ids: list[int], vocab_size: int, draft_ids=None, d
     drafter = MTPDrafter(MTPWeights(modules, head, draft_ids), runner, pool, dtype=torch.float32)
     for pool_of_module in drafter.hidden[1:]:
         pool_of_module.fill_(float("nan"))  # int(NaN) raises, and a raising drafter is counted
-    return Engine(config, runner, pool, context_length=128, drafter=drafter)
+    return Engine(config, runner, pool, context_length=128, drafters=[drafter])
 
 
 def tag_prompts() -> list[list[int]]:
@@ -178,13 +181,13 @@ def test_drafts_equal_a_full_recompute_in_every_mode(tiny, kind, page_size, radi
     folder, _, prompts, _ = tiny
     options = {"page_size": page_size, "enable_radix_cache": radix, "chunked_prefill_size": chunk}
     llm = make(folder, config_for(kind, tiny) | {"candidate_length": 5}, **options)
-    seen = record(llm.engine.drafter)
+    seen = record(llm.engine.drafters[0])
     for _ in range(2):
         llm.generate([[5, 6], *prompts[::2]], greedy(6))  # two tokens: the third module has no row before it drafts
     assert max(len(drafts) for _, drafts in seen) == 4
     distinct = {(*tokens, -1, *drafts): (tokens, drafts) for tokens, drafts in seen}
     for tokens, drafts in distinct.values():
-        expected, margin = recomputed_drafts(llm.engine.drafter, tokens, len(drafts))
+        expected, margin = recomputed_drafts(llm.engine.drafters[0], tokens, len(drafts))
         assert_same_ids(drafts, expected, margin)
 
 
@@ -205,7 +208,7 @@ def test_a_chain_equals_transformers_own(tiny):  # noqa: F811
         weights[place + (f"{renamed[stem]}.weight" if stem in renamed else f"mtp_block.{name}")] = tensor
     assert not mtp.load_state_dict(weights, strict=False).unexpected_keys
 
-    seen = record(llm.engine.drafter)
+    seen = record(llm.engine.drafters[0])
     llm.generate(prompts[::2], greedy(8))
     for tokens, drafts in seen:
         ids, n = torch.tensor([tokens]), len(tokens)
@@ -238,7 +241,9 @@ def test_a_reduced_head_is_the_targets_rows_at_those_ids(reduced_head, tmp_path,
     save_file(load_file(head) | {"d2t": IDS - torch.arange(len(IDS))}, head)
     llm = make(folder, {"draft_model": "mtp", "draft_head": str(head)})
     hidden = torch.randn(3, 256)
-    torch.testing.assert_close(llm.engine.drafter.head(hidden), llm.model.logits(hidden)[:, IDS], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        llm.engine.drafters[0].head(hidden), llm.model.logits(hidden)[:, IDS], atol=1e-4, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("sampling", ["probabilistic", "greedy"])
@@ -247,11 +252,11 @@ def test_q_is_zero_outside_a_reduced_vocabulary(tiny, reduced_head, sampling):  
     speculative = {"draft_model": "mtp", "draft_head": str(reduced_head), "draft_sampling": sampling}
     llm = make(folder, speculative)
     outside = [i for i in range(llm.model_config.vocab_size) if i not in IDS]
-    drafter, kept = llm.engine.drafter, []
+    drafter, kept = llm.engine.drafters[0], []
     propose = drafter.propose
     drafter.propose = lambda requests, lengths: kept.append(propose(requests, lengths)) or kept[-1]
     llm.generate(prompts, SamplingParams(temperature=1.5, frequency_penalty=0.3, seed=1, max_tokens=12))
-    assert llm.metrics()["drafter_faults"] == 0 and sum(map(len, kept[0].tokens)) > 0
+    assert llm.metrics().drafter_faults == 0 and sum(map(len, kept[0].tokens)) > 0
     for proposal in kept:
         assert all(token in IDS for tokens in proposal.tokens for token in tokens)
         for q in proposal.q if sampling == "probabilistic" else ():
@@ -263,14 +268,14 @@ def test_q_is_zero_outside_a_reduced_vocabulary(tiny, reduced_head, sampling):  
 def test_a_reduced_head_drafts_the_likeliest_of_its_ids(tiny, reduced_head):  # noqa: F811
     folder, _, prompts, expected = tiny
     llm = make(folder, {"draft_model": "mtp", "draft_head": str(reduced_head), "candidate_length": 4})
-    seen = record(llm.engine.drafter)
+    seen = record(llm.engine.drafters[0])
     for output, (ids, margin) in zip(llm.generate(prompts, greedy()), expected, strict=True):
         assert_same_ids(output.token_ids, ids, margin)
     for tokens, drafts in seen:
-        assert_same_ids(drafts, *recomputed_drafts(llm.engine.drafter, tokens, len(drafts)))
-    full = make(folder, config_for("mtp", tiny)).engine.drafter
+        assert_same_ids(drafts, *recomputed_drafts(llm.engine.drafters[0], tokens, len(drafts)))
+    full = make(folder, config_for("mtp", tiny)).engine.drafters[0]
     fewer = (llm.model_config.vocab_size - len(IDS)) * llm.model_config.hidden_size
-    assert full.weight_bytes - llm.engine.drafter.weight_bytes == 4 * fewer
+    assert full.weight_bytes - llm.engine.drafters[0].weight_bytes == 4 * fewer
 
 
 @pytest.mark.parametrize(
@@ -310,7 +315,7 @@ def test_a_module_can_be_trained_saved_and_used(tiny, tmp_path):  # noqa: F811
     config = LLM(str(folder), kv_cache_tokens=64).model_config
     module, path = trained_module(config), tmp_path / "head.safetensors"
     save_mtp(path, module, config, draft_ids=IDS, dtype=torch.float32, metadata={"seed": "0"})
-    drafter = make(folder, {"draft_model": "mtp", "draft_head": str(path)}).engine.drafter
+    drafter = make(folder, {"draft_model": "mtp", "draft_head": str(path)}).engine.drafters[0]
     assert drafter.draft_ids.tolist() == IDS.tolist()
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, drafter.modules[0].get_parameter(name)), name
@@ -323,8 +328,8 @@ def test_the_embedded_model_comes_with_its_head(tiny, tmp_path, monkeypatch):  #
     build = "minispec.speculative.build"
     monkeypatch.setattr(f"{build}.embedded_path", lambda: folder)
     monkeypatch.setattr(f"{build}.EMBEDDED_HEAD", head)
-    shipped = make(folder, {"draft_model": "mtp"}).engine.drafter
-    given = make(folder, {"draft_model": "mtp", "draft_head": str(head)}).engine.drafter
+    shipped = make(folder, {"draft_model": "mtp"}).engine.drafters[0]
+    given = make(folder, {"draft_model": "mtp", "draft_head": str(head)}).engine.drafters[0]
     for ours, theirs in zip(shipped.modules[0].parameters(), given.modules[0].parameters(), strict=True):
         assert torch.equal(ours, theirs)
     monkeypatch.setattr(f"{build}.EMBEDDED_HEAD", tmp_path / "none.safetensors")
@@ -345,8 +350,8 @@ def test_int8_drafts_stay_exact_and_read_a_quarter_of_float32(tiny, kind, monkey
         llm = make(folder, config_for(kind, tiny) | kwargs | {"candidate_length": 3})
         for output, (ids, margin) in zip(llm.generate(prompts, greedy()), expected, strict=True):
             assert_same_ids(output.token_ids, ids, margin)
-        assert llm.metrics()["drafter_faults"] == 0
-        rates.append((llm.engine.drafter.weight_bytes, llm.engine.metrics.speculation.acceptance_rate))
+        assert llm.metrics().drafter_faults == 0
+        rates.append((llm.engine.drafters[0].weight_bytes, llm.engine.metrics.speculation.acceptance_rate))
     assert rates[0][0] == 4 * rates[1][0]
     if kind == "itself":
         assert rates[0][1] == 1 and 0.8 < rates[1][1] <= 1

@@ -130,7 +130,7 @@ def tag_engine(
     """An engine over the tag model; the ledger is checked after every step."""
     config.setdefault("page_size", 4)
     if drafter is not None:
-        config["speculative_config"] = {"candidate_length": candidate_length}
+        config.setdefault("speculative_config", {"candidate_length": candidate_length, "adaptive": False})
     config = EngineConfig(check_every_step=True, kv_cache_tokens=slots, **config)
     pool = KVPool(
         slots,
@@ -140,8 +140,9 @@ def tag_engine(
         enable_radix_cache=config.enable_radix_cache,
     )
     runner = TagRunner(pool.num_slots, vocab_size, logits_of or markov(vocab_size))
+    drafters = [] if drafter is None else [drafter]
     return Engine(
-        config, runner, pool, context_length=context_length, eos_ids=eos_ids, drafter=drafter, tokenizer=tokenizer
+        config, runner, pool, context_length=context_length, eos_ids=eos_ids, drafters=drafters, tokenizer=tokenizer
     )
 
 

@@ -94,6 +94,10 @@ class MTPWeights:
     draft_ids: torch.Tensor | None
 
 
+class NoMTPModule(ModelLoadError):
+    """The checkpoint has none for this target."""
+
+
 def load_mtp(
     tensors: Iterable[tuple[str, torch.Tensor]],
     target: CausalLM,
@@ -106,8 +110,8 @@ def load_mtp(
 
     tensors: (name, tensor) pairs of the whole checkpoint or of a separate head file; others are passed over.
     quantization: "int8" or "fp8" for the modules and a copy of the head, see `linear.quantize`.
-    Raises ModelLoadError when there are none, when one is incomplete or of another shape than the target's, or when
-    d2t does not lead to different ids of the target.
+    Raises ModelLoadError when there are none (NoMTPModule), when one is incomplete or of another shape than the
+    target's, or when d2t does not lead to different ids of the target.
     """
     found: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
     draft_ids = None
@@ -121,7 +125,7 @@ def load_mtp(
                 found.setdefault((family, int(match[1])), {})[name[match.end() :]] = tensor
     if not found:
         wanted = f"model.layers.{target.config.num_layers}.eh_proj.weight"
-        raise ModelLoadError(f"the checkpoint holds no MTP module for this target (tensors such as {wanted})")
+        raise NoMTPModule(f"the checkpoint holds no MTP module for this target (tensors such as {wanted})")
     first = min(index for _, index in found)
     if sorted(found) != [(family, first + i) for i, (family, _) in enumerate(sorted(found))]:
         raise ModelLoadError(f"the MTP modules must follow each other, found {sorted(found)}")

@@ -72,11 +72,16 @@ def verify(
         q_x = torch.ones_like(p_x)
     else:
         q_x = q.gather(-1, x)[:, 0]
-        valid = (q.amin(-1) >= 0) & ((q.sum(-1) - 1).abs() < 1e-3) & (q_x > 0)  # a NaN fails every comparison
+        valid = is_distribution(q) & (q_x > 0)
     # A product, not the ratio p / q, so that nothing divides by 0; strict, so that p(x) = 0 is never accepted.
     stop = _first_stop(valid & (u_accept * q_x < p_x), row_start, num_drafts)
     rejected = valid[stop] & (stop < row_start + num_drafts)
     return Verdict(stop - row_start, sample(_next_distribution(p[stop], q, x, stop, rejected), u_sample[stop]))
+
+
+def is_distribution(q: Tensor) -> Tensor:
+    """bool [R]: which rows of q [R, V] hold no negative number and add up to one. A NaN fails both."""
+    return (q.amin(-1) >= 0) & ((q.sum(-1) - 1).abs() < 1e-3)
 
 
 def _first_stop(kept: Tensor, row_start: Tensor, num_drafts: Tensor) -> Tensor:

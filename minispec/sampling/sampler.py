@@ -26,7 +26,7 @@ from minispec.sampling.distribution import (
     sample,
     token_logprobs,
 )
-from minispec.sampling.rejection import verify, verify_ids
+from minispec.sampling.rejection import is_distribution, verify, verify_ids
 from minispec.sampling.rng import Purpose, uniforms
 
 
@@ -35,12 +35,14 @@ class Outcome:
     """What one row brought: `accepted` drafts kept, then one token of the target's own.
 
     `failed` means that a row defines no distribution (not finite, or every token forbidden): the request must end.
+    `broken` means that the draft that was dropped came with a q that is no distribution.
     """
 
     accepted: int
     tokens: list[int]
     logprobs: list[TokenLogprob]
     failed: bool = False
+    broken: bool = False
 
 
 @torch.inference_mode()
@@ -57,7 +59,7 @@ def choose_tokens(logits: torch.Tensor, rows: Sequence[Row], verification: str =
     drafts = torch.tensor([t for row in rows for t in (*row.drafts, -1)], device=device)  # [R]; -1: bonus row
     starts, counts = torch.as_tensor(row_start, device=device), torch.as_tensor(num_drafts, device=device)
 
-    processed = process_logits(logits, _histories(rows))
+    processed, q = process_logits(logits, _histories(rows)), None
     if all(row.request.params.greedy for row in rows):
         verdict = verify_ids(processed.argmax(dim=-1), drafts, starts, counts)
     else:
@@ -66,15 +68,19 @@ def choose_tokens(logits: torch.Tensor, rows: Sequence[Row], verification: str =
         if verification == "match":
             verdict = verify_ids(sample(p, u_sample), drafts, starts, counts)
         else:
-            verdict = verify(p, _draft_distributions(rows, drafts, p), drafts, starts, counts, u_accept, u_sample)
+            q = _draft_distributions(rows, drafts, p)
+            verdict = verify(p, q, drafts, starts, counts, u_accept, u_sample)
 
-    bad = bad_rows(processed)
-    accepted, next_ids, bad = verdict.accepted.tolist(), verdict.next_ids.tolist(), bad.tolist()
+    stops = starts + verdict.accepted
+    broken = torch.zeros_like(stops, dtype=torch.bool) if q is None else ~is_distribution(q[stops])
+    broken &= stops < starts + counts  # a bonus row has no draft
+    bad, broken = bad_rows(processed).tolist(), broken.tolist()
+    accepted, next_ids = verdict.accepted.tolist(), verdict.next_ids.tolist()
     outcomes = []
     for b, row in enumerate(rows):
         tokens = [*row.drafts[: accepted[b]], next_ids[b]]
         failed = any(bad[row_start[b] : row_start[b] + len(tokens)])
-        outcomes.append(Outcome(accepted[b], tokens, _logprobs(logits, row, row_start[b], tokens), failed))
+        outcomes.append(Outcome(accepted[b], tokens, _logprobs(logits, row, row_start[b], tokens), failed, broken[b]))
     return outcomes
 
 

@@ -6,6 +6,7 @@ Taught in notebook 12 (speculation inside the engine).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
@@ -20,11 +21,13 @@ from minispec.kv.pool import KVPool
 from minispec.models.config import ModelLoadError
 from minispec.models.embedded import EMBEDDED_MODEL, embedded_path
 from minispec.models.loading import LoadedModel, load_model, read_safetensors, read_tensors
-from minispec.models.mtp import load_mtp
+from minispec.models.mtp import NoMTPModule, load_mtp
 from minispec.runner import ModelRunner
 from minispec.speculative.drafter import Drafter
 from minispec.speculative.model import EarlyExitDrafter, MTPDrafter, StandaloneDrafter
-from minispec.speculative.ngram import CopyFirst, NgramDrafter
+from minispec.speculative.ngram import NgramDrafter
+
+log = logging.getLogger(__name__)
 
 BUILT_IN = ("ngram", "mtp", "early-exit")
 EMBEDDED_HEAD = Path(str(resources.files("minispec"))) / "assets" / f"{EMBEDDED_MODEL}-mtp.safetensors"
@@ -32,41 +35,51 @@ EMBEDDED_HEAD = Path(str(resources.files("minispec"))) / "assets" / f"{EMBEDDED_
 
 def needs_hidden(config: SpeculativeConfig | None) -> bool:
     """True when the drafter reads the target's hidden states."""
-    return config is not None and config.candidate_length > 0 and "mtp" in config.drafters
+    return config is not None and config.candidate_length > 0 and bool({"mtp", "auto"} & set(config.drafters))
 
 
-def build_drafter(
+def build_drafters(
     config: SpeculativeConfig | None, loaded: LoadedModel, runner: ModelRunner, pool: KVPool, *, dtype: torch.dtype
-) -> Drafter | None:
-    """The drafter that `config` names; None without one, or with candidate_length 0.
+) -> list[Drafter]:
+    """The drafters that `config` names; none without it, or with candidate_length 0.
 
-    Raises ConfigError or ModelLoadError when it cannot be had or does not fit the target.
+    Raises ConfigError or ModelLoadError when one cannot be had or does not fit the target.
     """
     if config is None or config.candidate_length == 0:
-        return None
-    ngram = NgramDrafter(config.ngram_max, config.ngram_min)
-    others = [name for name in config.drafters if name != "ngram"]
-    if not others:
-        return ngram
-    other = _model_drafter(others[0], config, loaded, runner, pool, dtype)
-    return CopyFirst(ngram, other) if "ngram" in config.drafters else other
+        return []
+    drafters: list[Drafter] = []
+    for name in ("mtp", "ngram") if config.draft_model == "auto" else config.drafters:
+        if name == "ngram":
+            drafters.append(NgramDrafter(config.ngram_max, config.ngram_min))
+            continue
+        try:
+            drafters.append(_model_drafter(name, config, loaded, runner, pool, dtype))
+        except NoMTPModule as error:
+            if config.draft_model != "auto":
+                raise
+            log.info("drafting with n-grams alone: %s", error)
+            runner.hidden = None  # nobody reads it
+    return drafters
 
 
 def _model_drafter(
     name: str, config: SpeculativeConfig, loaded: LoadedModel, runner: ModelRunner, pool: KVPool, dtype: torch.dtype
 ) -> Drafter:
-    sampled = config.draft_sampling == "probabilistic"
+    choice = {
+        "sampled": config.draft_sampling == "probabilistic",
+        "least_confidence": config.draft_confidence_threshold,
+    }
     if name == "mtp":
         tensors = _mtp_tensors(config.draft_head, loaded)
         where = {"dtype": dtype, "device": runner.device, "quantization": config.draft_quantization}
         weights = load_mtp(tensors, loaded.model, **where)
         used = replace(weights, modules=weights.modules[: config.candidate_length])  # a later one would never draft
-        return MTPDrafter(used, runner, pool, dtype=dtype, sampled=sampled)
+        return MTPDrafter(used, runner, pool, dtype=dtype, **choice)
     if name == "early-exit":
         layers, most = config.early_exit_layers or max(1, loaded.config.num_layers // 4), loaded.config.num_layers - 1
         if layers > most:
             raise ConfigError(f"early_exit_layers must be from 1 to {most} for this model, got {layers}")
-        return EarlyExitDrafter(layers, runner, pool, sampled=sampled)
+        return EarlyExitDrafter(layers, runner, pool, **choice)
     device = _draft_device(config.draft_device) if config.draft_device else runner.device
     if device.type != runner.device.type:  # what is quick there may be slow here
         dtype, _ = choose_dtype("auto", device)
@@ -75,7 +88,7 @@ def _model_drafter(
     except ModelLoadError as error:
         raise ConfigError(f"draft_model {name!r}: not {', '.join(BUILT_IN)}, so taken for a model; {error}") from error
     check_same_tokenizer(loaded.tokenizer, draft.tokenizer)
-    return StandaloneDrafter(draft.model, runner, pool, sampled=sampled)
+    return StandaloneDrafter(draft.model, runner, pool, **choice)
 
 
 def _draft_device(name: str) -> torch.device:
@@ -94,7 +107,7 @@ def _mtp_tensors(head: str | None, loaded: LoadedModel) -> Iterator[tuple[str, t
             raise ConfigError(f"this installation lacks the MTP module of {EMBEDDED_MODEL} ({EMBEDDED_HEAD.name})")
         return read_safetensors(EMBEDDED_HEAD)
     if not source.is_dir():
-        raise ConfigError(f"{source} holds no MTP module that we can read; name a head file in draft_head")
+        raise NoMTPModule(f"{source} holds no MTP module that we can read; name a head file in draft_head")
     return read_tensors(source)
 
 

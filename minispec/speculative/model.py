@@ -21,6 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,8 @@ class ModelDrafter(ABC):
     """What all drafters with a model share. Subclasses say how one forward is done.
 
     runner: the target's. pool: slots, table and exact bits. sampled: draw drafts from q at the request's own
-    parameters when it samples; otherwise take the argmax and report a one-hot q. Both are exact.
+    parameters when it samples; otherwise take the argmax and report a one-hot q. Both are exact. least_confidence: see
+    `SpeculativeConfig.draft_confidence_threshold`. Subclasses pass the last two on.
     """
 
     name: str
@@ -53,8 +55,10 @@ class ModelDrafter(ABC):
     max_len: int | None = None  # positions that the draft model can number; longer requests are not drafted
     draft_ids: torch.Tensor | None = None  # int64 [V'], the target's id of each logit; None: they are the same
 
-    def __init__(self, runner: ModelRunner, pool: KVPool, *, sampled: bool = True) -> None:
-        self.pool, self.sampled = pool, sampled
+    def __init__(
+        self, runner: ModelRunner, pool: KVPool, *, sampled: bool = True, least_confidence: float = 0.0
+    ) -> None:
+        self.pool, self.sampled, self.least_confidence = pool, sampled, least_confidence
         self.vocab_size, self.num_text_tokens = runner.vocab_size, runner.num_text_tokens
         self.device = self.target_device = runner.device  # where drafts are computed, where they are verified
         self.forwards = self.bytes_read = 0
@@ -87,6 +91,12 @@ class ModelDrafter(ABC):
                     for b, start in zip(active, starts, strict=True)
                 ]
                 logits = self._run(drafting, segments, depth)
+            if self.least_confidence:
+                kept = self._confident(logits)
+                active, logits = [active[i] for i in kept], logits[kept]
+                drafting = [requests[b] for b in active]
+                if not active:
+                    break
             tokens, q = self._choose(logits, drafting, [drafts[b] for b in active])
             for i, b in enumerate(active):
                 drafts[b].append(tokens[i])
@@ -160,10 +170,23 @@ class ModelDrafter(ABC):
         text = logits[:, : self.num_text_tokens]
         return torch.nn.functional.pad(text, (0, self.vocab_size - text.shape[-1]), value=-torch.inf)
 
+    def _confident(self, logits: torch.Tensor) -> list[int]:
+        """Rows whose likeliest token has at least `least_confidence`.
+
+        That is decided before a token is drawn: to drop a draft because of what was drawn would change its q.
+        """
+        confidence = torch.exp(logits.amax(-1) - logits.logsumexp(-1))
+        return torch.nonzero(~(confidence < self.least_confidence))[:, 0].tolist()  # NaN is for _choose to see
+
     def _choose(
         self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[list[int]]
     ) -> tuple[list[int], torch.Tensor | None]:
-        """One token per request from logits [B, V']; q [B, V] if any was drawn by chance."""
+        """One token per request from logits [B, V']; q [B, V] if any was drawn by chance.
+
+        Raises FloatingPointError when a row is not finite.
+        """
+        if not torch.isfinite(logits.amax(-1)).all():  # a NaN is the maximum of its row
+            raise FloatingPointError("the draft model's logits are not finite")
         rows = [
             LogitRow(r.params, r.prompt, r.output + draft, r.stop_ids) if needs_processing(r.params) else None
             for r, draft in zip(requests, drafts, strict=True)
@@ -195,9 +218,9 @@ class MTPDrafter(ModelDrafter):
     shift = 1
 
     def __init__(
-        self, weights: MTPWeights, runner: ModelRunner, pool: KVPool, *, dtype: torch.dtype, sampled: bool = True
+        self, weights: MTPWeights, runner: ModelRunner, pool: KVPool, *, dtype: torch.dtype, **choice: Any
     ) -> None:
-        super().__init__(runner, pool, sampled=sampled)
+        super().__init__(runner, pool, **choice)
         assert runner.hidden is not None, "MTP reads the hidden pool: the runner must keep it"
         self.modules, self.head, self.draft_ids = weights.modules, weights.head, weights.draft_ids
         self.target, self.chain = runner.model, len(self.modules)
@@ -235,8 +258,8 @@ class StandaloneDrafter(ModelDrafter):
 
     name = "standalone"
 
-    def __init__(self, model: CausalLM, runner: ModelRunner, pool: KVPool, *, sampled: bool = True) -> None:
-        super().__init__(runner, pool, sampled=sampled)
+    def __init__(self, model: CausalLM, runner: ModelRunner, pool: KVPool, **choice: Any) -> None:
+        super().__init__(runner, pool, **choice)
         config, norm = model.config, model.norm.weight
         self.model, self.max_len, self.device = model, config.context_length, norm.device
         self.weight_bytes = config.num_parameters_read * model.head.itemsize
@@ -258,8 +281,8 @@ class EarlyExitDrafter(ModelDrafter):
 
     name = "early-exit"
 
-    def __init__(self, num_layers: int, runner: ModelRunner, pool: KVPool, *, sampled: bool = True) -> None:
-        super().__init__(runner, pool, sampled=sampled)
+    def __init__(self, num_layers: int, runner: ModelRunner, pool: KVPool, **choice: Any) -> None:
+        super().__init__(runner, pool, **choice)
         self.num_layers, self.runner = num_layers, runner
         config = runner.model.config
         self.weight_bytes = _bytes_of_layers(config, num_layers, runner.model.head.itemsize, config.vocab_size)

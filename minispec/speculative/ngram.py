@@ -18,11 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from minispec.config import check_number
-from minispec.speculative.drafter import Drafter, Proposal
+from minispec.speculative.drafter import Proposal
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from minispec.core import Request
 
 
@@ -32,6 +30,7 @@ class _Index:
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     length: int = 0
+    found: int = 0  # tokens of the suffix that was found last; 0: none
 
 
 class NgramDrafter:
@@ -50,6 +49,10 @@ class NgramDrafter:
     def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
         """See `Drafter.propose`; q is None."""
         return Proposal([self._draft(request, k) for request, k in zip(requests, candidate_lengths, strict=True)])
+
+    def match_length(self, request: Request) -> int:
+        """Tokens of the suffix that the latest proposal for this request goes back to; 0: it had none."""
+        return self._indexes[request].found
 
     def release(self, request: Request) -> None:
         """See `Drafter.release`; the index is built again from the tokens if the request comes back."""
@@ -75,39 +78,7 @@ class NgramDrafter:
         index.length = len(tokens) - 1
         for n in self.lengths:
             if (end := index.ends.get(tuple(tokens[-n:]))) is not None:
+                index.found = n
                 return end
+        index.found = 0
         return None
-
-
-class CopyFirst:
-    """Per request and step: the n-gram's copy where it has one, which costs nothing; else what `other` proposes."""
-
-    def __init__(self, ngram: NgramDrafter, other: Drafter) -> None:
-        self.ngram, self.other = ngram, other
-        self.name, self.weight_bytes = f"{other.name}+{ngram.name}", other.weight_bytes
-
-    @property
-    def forwards(self) -> int:
-        """See `Drafter.forwards`."""
-        return self.other.forwards
-
-    @property
-    def bytes_read(self) -> int:
-        """See `Drafter.bytes_read`."""
-        return self.other.bytes_read
-
-    def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
-        """See `Drafter.propose`."""
-        tokens = self.ngram.propose(requests, candidate_lengths).tokens
-        q: list[Tensor | None] = [None] * len(requests)
-        rest = [b for b, draft in enumerate(tokens) if not draft]
-        if rest:
-            other = self.other.propose([requests[b] for b in rest], [candidate_lengths[b] for b in rest])
-            for i, b in enumerate(rest):
-                tokens[b], q[b] = other.tokens[i], other.q[i] if other.q else None
-        return Proposal(tokens, q)
-
-    def release(self, request: Request) -> None:
-        """See `Drafter.release`."""
-        self.ngram.release(request)
-        self.other.release(request)

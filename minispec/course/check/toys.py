@@ -5,7 +5,7 @@ Knows: what is quick to compute by hand. Does not know: any exercise. Used from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from minispec.config import EngineConfig
-from minispec.core import Step
+from minispec.core import Request, Step
 from minispec.engine import Engine
 from minispec.kv.pool import KVPool
 from minispec.models.config import ModelConfig
+from minispec.speculative.drafter import Drafter, Proposal
 
 SMOLLM2 = ModelConfig(
     architecture="llama",
@@ -53,6 +54,37 @@ class ToyRunner:
     def forward(self, step: Step, table: np.ndarray) -> torch.Tensor:
         following = [self.next_token([t]) for row in step.sampled for t in row.token_ids[-row.num_logits :]]
         return torch.eye(self.vocab_size)[following]  # [R, V]
+
+
+class FaultyDrafter:
+    """Any drafter, broken on purpose: `faults` maps the number of a proposal, from 1, to one of KINDS."""
+
+    KINDS = ("raises", "no memory", "NaN", "unknown id", "too many tokens", "too few drafts", "no numbers")
+
+    def __init__(self, drafter: Drafter, vocab_size: int, faults: Mapping[int, str]) -> None:
+        self.drafter, self.vocab_size, self.faults = drafter, vocab_size, faults
+        self.name, self.calls = drafter.name, 0
+
+    def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
+        self.calls += 1
+        fault = self.faults.get(self.calls)
+        if fault in ("raises", "no memory"):
+            raise torch.OutOfMemoryError("injected") if fault == "no memory" else RuntimeError("injected")
+        proposal = self.drafter.propose(requests, candidate_lengths)
+        tokens = [list(draft) for draft in proposal.tokens]
+        if fault == "NaN":
+            q = [torch.full((len(draft), self.vocab_size), torch.nan) for draft in tokens]
+            return Proposal(tokens, q)
+        if fault == "unknown id":
+            tokens[-1] = [self.vocab_size]
+        elif fault == "too many tokens":
+            tokens[-1] = [0] * (candidate_lengths[-1] + 1)
+        elif fault == "no numbers":
+            tokens[-1] = ["0"]
+        return Proposal(tokens[:-1] if fault == "too few drafts" else tokens, proposal.q)
+
+    def release(self, request: Request) -> None:
+        self.drafter.release(request)
 
 
 def toy_engine(**options: Any) -> Engine:

@@ -1,0 +1,399 @@
+"""How many draft tokens each request gets in the next step, and from which drafter: marginal gain over measured cost.
+
+The j-th draft token of a request is worth the chance S_j that it is kept (and all before it), because a kept draft is
+a token more. It costs one row of the target's forward, and all drafts of one depth share a forward of the draft model.
+So a step with B decoding requests and n draft tokens, the most promising ones first, brings
+
+    (B + S of the n tokens) / (T(rows + n) + depth * D(drafting requests))        tokens per second
+
+and the controller takes the n and the depth at which that is highest, or no drafts. T and D are measured
+(costs.RowCost), S is the windowed acceptance of the request and of all text of its kind (costs.Acceptance). Candidate
+length, fall-back, the choice between two drafters and what a full batch can bear are one decision. Limits of
+`SpeculativeConfig` come on top, each with its own name in `metrics.choices`:
+
+    gain        so many drafts, or none, gain most          request     the request wants none
+    fixed       adaptive is off: always K                   turn        beyond verification_batch_size: others first
+    probe       no gain is expected; to keep learning       batch       more decode than disable_by_batch_size
+    baseline    none, to keep the plain step measured       rejections  first drafts failed in a row: a pause
+    no match    nothing to copy, and no other drafter       fallback    kept less than fallback_threshold: a pause
+    room        the request ends, or the budget does        regression  slower than plain decoding lately: a pause
+    fault       the drafters are off
+
+Whatever is decided here changes how fast tokens come, never which tokens: a decision depends on committed text and on
+measured time, never on a token that is still being judged.
+
+Knows: drafters, costs, windows. Does not know: slots, tensors, how drafts are made or judged.
+Taught in notebook 12 (speculation inside the engine). The gain rule follows Leviathan et al. 2023, section 3.3, with
+measured times in place of their cost ratio.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from minispec.config import SpeculativeConfig
+from minispec.core import Request, Row, Step
+from minispec.metrics import EngineMetrics, SpeculationCounts
+from minispec.speculative.costs import Acceptance, RowCost
+from minispec.speculative.drafter import Drafter
+from minispec.speculative.guard import Draft, Guard
+from minispec.speculative.ngram import NgramDrafter
+
+log = logging.getLogger(__name__)
+
+EVIDENCE = 8  # verifications before a request can fall back
+PAUSE = 32  # steps without drafts after a fall-back or rejections; a pause that follows another one is twice as long
+LONGEST_PAUSE = 1024
+PROBE = 32  # steps without a gain after which drafting is tried; the next time it takes twice as many
+BASELINE = 32  # steps with drafts after which one may go without, if the plain step of this batch is not measured
+EXPLORE = 16  # steps with drafts after which one has a draft more for each; verifications of a request after which it
+# tries the drafter that it does not use
+SWITCH_ON, SWITCH_OFF = 1.03, 0.99  # gain over plain decoding that starts drafting, or lets it go on
+BATCH_CALM = 16  # steps in a row that the batch must be small again before drafting goes on
+FIRST_GUESS, PRIOR_WEIGHT = 0.7, 4  # chance of a draft before any was judged, and the verifications it counts like
+KIND_WINDOW = 256  # verifications of all requests, for each drafter and kind of text
+KIND_WEIGHT = 16  # verifications that a request must have had before they count as much as those of its kind of text
+
+
+@dataclass
+class _State:
+    """What is remembered of one request."""
+
+    longest: int  # its own limit, moved by target_acceptance
+    windows: dict[str, Acceptance] = field(default_factory=dict)  # by drafter
+    rejections: int = 0  # first drafts rejected in a row
+    resume: int = 0  # number of the step from which it may draft
+    paused_for: str = ""
+    fallbacks: int = 0
+    last: int = 0  # number of the step that drafted for it last
+    verified: int = 0
+
+
+class Controller:
+    """Owns the drafters of an engine and decides over them. At most one of them has a model.
+
+    Per step: `choose` (how many drafts), `draft` (get them), `record` for each row (what was kept), `end_step` (times).
+    """
+
+    def __init__(
+        self, config: SpeculativeConfig, drafters: Sequence[Drafter], vocab_size: int, metrics: EngineMetrics
+    ) -> None:
+        self.config, self.metrics = config, metrics
+        guards = [Guard(drafter, vocab_size, config.max_retry_attempts, metrics) for drafter in drafters]
+        self.guards = {guard.name: guard for guard in guards}
+        copies = [guard for guard in guards if isinstance(guard.drafter, NgramDrafter)]
+        models = [guard for guard in guards if guard not in copies]
+        assert len(copies) <= 1 and len(models) <= 1, "one n-gram drafter and one other at most"
+        self.copier, self.model = (copies or [None])[0], (models or [None])[0]
+        self.target_cost, self.draft_cost = RowCost(), RowCost()
+        self._states: dict[Request, _State] = {}
+        self._kinds: dict[tuple[str, int], Acceptance] = {}
+        self._copies: dict[Request, Draft] = {}  # of this step, where they were looked up to decide
+        self._kind: dict[Request, int] = {}
+        self._step = 0
+        self._drafting = True  # whether the latest decision was to draft
+        self._since_switch = 0  # steps, or since the latest probe
+        self._next_baseline = 2  # number of the step from which a plain one may be measured
+        self._probe_after = PROBE
+        self._large_until = 0  # drafting is off up to this step, because the batch was too large
+        self._paused_until, self._pause = 0, PAUSE
+        self._speed_window: deque[tuple[float, float]] = deque(maxlen=64)  # (plain would take, took), drafted steps
+        self._decoding: list[Row] = []  # of the latest step, those that get a token
+        self._draft_passes = self._draft_rows = 0  # its draft forwards with a new token, and requests that drafted
+
+    # Before the forward --------------------------------------------------------------------------------------------
+
+    def choose(self, rows: Sequence[Row], budget: int, other_rows: int) -> list[int]:
+        """Draft tokens wanted for each decoding row, `budget` in all, beside `other_rows` prompt tokens.
+
+        Also sets `row.drafter`. Room for them is the scheduler's affair.
+        """
+        self._step += 1
+        self._copies.clear()
+        wanted = dict.fromkeys(map(id, rows), 0)
+        reason = self._closed(len(rows))
+        open_rows = []
+        for row in rows:
+            why = reason or self._held_back(row.request)
+            if why:
+                self._count(why)
+            else:
+                open_rows.append(row)
+        for row in self._in_turn(open_rows):
+            open_rows.remove(row)
+            self._count("turn")
+        if open_rows:
+            caps = [self._cap(row.request) for row in open_rows]
+            self._look_up(open_rows, caps)
+            decide = self._by_gain if self.config.adaptive else self._fixed
+            for row, length in zip(open_rows, decide(open_rows, caps, budget, len(rows), other_rows), strict=True):
+                wanted[id(row)] = length
+        return [wanted[id(row)] for row in rows]
+
+    def _closed(self, batch: int) -> str:
+        """Why nobody drafts in this step, or ""."""
+        config = self.config
+        if not any(guard.on for guard in self.guards.values()):
+            return "fault"
+        if config.disable_by_batch_size is not None:
+            if batch > config.disable_by_batch_size:
+                self._large_until = self._step + BATCH_CALM
+            if self._step <= self._large_until:
+                return "batch"
+        if not config.adaptive:
+            return ""
+        if self._step < self._paused_until:
+            return "regression"
+        if self._drafting and self._step >= self._next_baseline and self.target_cost.weight(batch) < 0.5:
+            # Measured anew for each size of the batch, and when what was measured has faded.
+            self._next_baseline = self._step + (BASELINE if self.target_cost.known else 2)
+            return "baseline"
+        return ""
+
+    def _held_back(self, request: Request) -> str:
+        """Why this request does not draft, or ""."""
+        params, state = request.params, self._state(request)
+        if not params.speculative or params.candidate_length == 0:
+            return "request"
+        if not request.max_drafts:
+            return "room"
+        return state.paused_for if self._step < state.resume else ""
+
+    def _in_turn(self, rows: list[Row]) -> list[Row]:
+        """Those that must wait, because verification_batch_size others drafted longer ago."""
+        most = self.config.verification_batch_size
+        if most is None or len(rows) <= most:
+            return []
+        return sorted(rows, key=lambda row: self._state(row.request).last)[most:]
+
+    def _cap(self, request: Request) -> int:
+        own = request.params.candidate_length
+        limits = [self._state(request).longest, request.max_drafts, *([] if own is None else [own])]
+        return min(limits)
+
+    def _look_up(self, rows: Sequence[Row], caps: Sequence[int]) -> None:
+        """Copies cost nothing, so they are fetched before deciding; how long their match is says what text it is."""
+        if self.copier is None:
+            return
+        requests = [row.request for row in rows]
+        for request, draft in zip(requests, self.copier.propose(requests, caps), strict=True):
+            self._copies[request] = draft
+            self._kind[request] = self.copier.drafter.match_length(request) if draft[0] else 0
+
+    def _fixed(self, rows: Sequence[Row], caps: Sequence[int], budget: int, batch: int, other: int) -> list[int]:
+        """Always as many as fit, the oldest requests first; a copy where there is one."""
+        lengths = []
+        for row, cap in zip(rows, caps, strict=True):
+            copy = self._copies.get(row.request, ([], None))[0]
+            use_copy = bool(copy) or self.model is None or not self.model.on
+            row.drafter = (self.copier if use_copy else self.model).name
+            lengths.append(min(len(copy) if use_copy else cap, budget))
+            budget -= lengths[-1]
+            self._count("no match" if use_copy and not copy else "fixed" if lengths[-1] else "room")
+        return lengths
+
+    def _by_gain(self, rows: Sequence[Row], caps: Sequence[int], budget: int, batch: int, other: int) -> list[int]:
+        """The lengths with the most expected tokens per second; see the module's head."""
+        model_on, most = self.model is not None and self.model.on, max(caps)
+        copied = np.zeros((len(rows), most))  # [rows, places] chance S that this draft is kept
+        drawn = np.zeros((len(rows), most))
+        for b, (row, cap) in enumerate(zip(rows, caps, strict=True)):
+            copy = self._copies.get(row.request, ([], None))[0]
+            if copy:
+                copied[b, : len(copy)] = self._survival(row.request, self.copier.name, len(copy))
+            if model_on:
+                drawn[b, :cap] = self._survival(row.request, self.model.name, cap)
+        if not model_on and not copied.any():
+            for _ in rows:
+                self._count("no match")
+            return [0] * len(rows)
+        explored = [self._explores(row) and copied[b].any() and drawn[b].any() for b, row in enumerate(rows)]
+        from_model = (drawn.sum(1) > copied.sum(1)) ^ np.array(explored)
+        plain, best, places = self._best(copied, drawn, from_model, budget, batch, other)
+        gaining = best >= (SWITCH_OFF if self._drafting else SWITCH_ON) * plain
+        probing = not gaining and self._since_switch >= self._probe_after
+        if gaining != self._drafting:
+            # A probe that led to nothing makes the next one rarer, a switch makes them as frequent as ever.
+            self._drafting, self._since_switch, self._probe_after = gaining, 0, PROBE
+        elif probing:
+            self._since_switch, self._probe_after = 0, min(2 * self._probe_after, LONGEST_PAUSE)
+        else:
+            self._since_switch += 1
+        more = gaining and self._since_switch % EXPLORE == EXPLORE - 1
+        probing = probing or more
+        lengths = []
+        for b, (row, cap) in enumerate(zip(rows, caps, strict=True)):
+            length = int(places[b]) + more if gaining else 2 if probing else 0
+            least = min(self.config.min_candidate_length, cap)
+            use_copy = copied[b].any() and not from_model[b]
+            row.drafter = (self.copier if use_copy or not model_on else self.model).name
+            lengths.append(min(max(length, least), cap, budget))
+            budget -= lengths[-1]
+            self.metrics.explorations += explored[b] and lengths[-1] > 0
+            self._count("probe" if probing else "gain")
+        return lengths
+
+    def _best(
+        self, copied: np.ndarray, drawn: np.ndarray, from_model: np.ndarray, budget: int, batch: int, other: int
+    ) -> tuple[float, float, np.ndarray]:
+        """Tokens per second without drafts and with the best drafts, and the length of each request's best draft."""
+        if budget <= 0:
+            return 1.0, 0.0, np.zeros(len(copied))
+        if not self.target_cost.known or (from_model.any() and not self.draft_cost.known):
+            # Nothing is measured yet: draft a little, and learn.
+            return 1.0, np.inf, np.minimum((np.where(from_model[:, None], drawn, copied) > 0).sum(1), 2)
+        rows = batch + other + np.arange(1 + min(budget, copied.size))
+        seconds = self.target_cost.seconds(rows)
+        best, lengths = 0.0, np.zeros(len(copied))
+        for depth in range(drawn.shape[1] + 1) if from_model.any() else [0]:
+            # At depth 0 the draft model rests, and its requests copy where they can.
+            own = from_model if depth else np.zeros_like(from_model)
+            chances = np.where(own[:, None], drawn * (np.arange(drawn.shape[1]) < depth), copied)
+            order = np.argsort(-chances, axis=None, kind="stable")[:budget]
+            order = order[chances.ravel()[order] > 0]
+            if not len(order):
+                continue
+            drafting = depth * self.draft_cost.seconds(np.array([own.sum()]))[0] if depth else 0.0
+            gained = np.cumsum(chances.ravel()[order])
+            rates = (batch + gained) / (seconds[1 : len(order) + 1] + drafting)
+            n = int(rates.argmax())
+            if rates[n] > best:
+                best = rates[n]
+                lengths = np.bincount(order[: n + 1] // chances.shape[1], minlength=len(copied))
+        return batch / seconds[0], best, lengths
+
+    def _explores(self, row: Row) -> bool:
+        """Now and then a request tries the drafter that it would not use, so that neither estimate grows old."""
+        return self._state(row.request).verified % EXPLORE == EXPLORE - 1
+
+    def _survival(self, request: Request, drafter: str, length: int) -> np.ndarray:
+        """[length] chance that each draft is kept."""
+        kind = self._kind_window(request, drafter).chances(length, [FIRST_GUESS], PRIOR_WEIGHT, bonus=1.0)
+        window = self._state(request).windows.get(drafter)
+        return np.cumprod(window.chances(length, kind, KIND_WEIGHT) if window else kind)
+
+    def _kind_window(self, request: Request, drafter: str) -> Acceptance:
+        return self._kinds.setdefault((drafter, self._kind.get(request, 0)), Acceptance(KIND_WINDOW))
+
+    # Drafting ------------------------------------------------------------------------------------------------------
+
+    def draft(self, step: Step) -> None:
+        """Fill `row.drafts` and `row.q` of the rows that have room for drafts."""
+        self._decoding = [row for row in step.rows if row.num_logits]
+        self._draft_passes = 0
+        by_model = []
+        for row in step.rows:
+            if row.max_drafts <= 0:
+                continue
+            if self.copier is not None and row.drafter == self.copier.name:
+                tokens, q = self._copies[row.request]
+                row.drafts, row.q = tokens[: row.max_drafts], q
+            else:
+                by_model.append(row)
+        if by_model:
+            lengths = [row.max_drafts for row in by_model]
+            drafts = self.model.propose([row.request for row in by_model], lengths)
+            for row, (row.drafts, row.q) in zip(by_model, drafts, strict=True):
+                self._draft_passes = max(self._draft_passes, len(row.drafts))
+            self._draft_rows = len(by_model)
+
+    # After the forward ---------------------------------------------------------------------------------------------
+
+    def record(self, row: Row, accepted: int, emitted: int, *, broken: bool) -> None:
+        """Learn from one verification. broken: its q was no distribution."""
+        state, drafted = self._state(row.request), len(row.drafts)
+        if broken:
+            self.guards[row.drafter].fault("q is no distribution", "its draft is dropped")
+        self.metrics.by_drafter.setdefault(row.drafter, SpeculationCounts()).record(drafted, accepted, emitted)
+        window = state.windows.setdefault(row.drafter, Acceptance(self.config.acceptance_window))
+        window.record(drafted, accepted)
+        self._kind_window(row.request, row.drafter).record(drafted, accepted)
+        state.last, state.verified = self._step, state.verified + 1
+        state.rejections = 0 if accepted else state.rejections + 1
+        self._steer(state, window)
+
+    def _steer(self, state: _State, window: Acceptance) -> None:
+        """The limits that look at one request: target_acceptance, fallback_threshold, max_consecutive_rejections."""
+        config, evidence = self.config, min(EVIDENCE, self.config.acceptance_window)
+        if config.target_acceptance is not None and len(window.recent) >= min(4, evidence):
+            low, high = config.target_acceptance
+            move = (window.rate > high) - (window.rate < low)
+            least = max(1, config.min_candidate_length)
+            state.longest = min(max(state.longest + move, least), config.candidate_length)
+        if len(window.recent) >= evidence and window.rate < config.fallback_threshold:
+            state.fallbacks += 1
+            self.metrics.fallbacks += 1
+            retry = state.fallbacks <= config.max_retry_attempts
+            self._hold(state, "fallback", PAUSE << (state.fallbacks - 1) if retry else None)
+        elif config.max_consecutive_rejections is not None and state.rejections >= config.max_consecutive_rejections:
+            self._hold(state, "rejections", PAUSE)
+
+    def _hold(self, state: _State, reason: str, steps: int | None) -> None:
+        """No drafts for `steps` steps, or for good; what the windows say is forgotten, so a retry is judged anew."""
+        state.paused_for, state.rejections = reason, 0
+        state.resume = self._step + 1 + steps if steps is not None else 2**62
+        state.windows.clear()
+
+    def end_step(self, step: Step, draft_seconds: float, other_seconds: float, emitted: int) -> None:
+        """Learn what the step cost: the drafting, and all the rest."""
+        if self._draft_passes:
+            self.draft_cost.record(self._draft_rows, draft_seconds / self._draft_passes)
+        decoding = self._decoding
+        for row in decoding:
+            self.metrics.lengths[len(row.drafts)] = self.metrics.lengths.get(len(row.drafts), 0) + 1
+        # Prompt chunks say nothing about what a row more costs here, and would outweigh the small steps.
+        if not decoding or any(row.num_committed > 1 for row in step.rows):
+            return
+        if any(row.drafts for row in decoding) and self.target_cost.known:
+            plain = self.target_cost.seconds(np.array([len(decoding)]))[0] * emitted / len(decoding)
+            self._watch(plain, draft_seconds + other_seconds)
+        self.target_cost.record(step.num_tokens, other_seconds)
+
+    def _watch(self, plain: float, took: float) -> None:
+        """Compare with what plain decoding would have taken for the same tokens; pause when it is no gain."""
+        window = self._speed_window
+        window.append((plain, took))
+        self.metrics.plain_seconds += plain
+        self.metrics.drafted_seconds += took
+        if not self.config.adaptive or len(window) < window.maxlen:
+            return
+        ratio = sum(p for p, _ in window) / sum(t for _, t in window)
+        if ratio < 1:
+            log.info("speculation reached %.2f of plain speed over %d steps: a pause", ratio, len(window))
+            self.metrics.regressions += 1
+            self._paused_until = self._step + 1 + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            window.clear()
+        elif ratio > SWITCH_ON:
+            self._pause = PAUSE
+
+    @property
+    def alignment(self) -> dict[str, float]:
+        """Share of its latest drafts that the target agreed with, by drafter."""
+        recent: dict[str, np.ndarray] = {}
+        for (name, _), window in self._kinds.items():
+            if not window.recent:
+                continue
+            recent[name] = recent.get(name, 0) + np.sum(window.recent, axis=0)
+        return {name: float(accepted / drafted) for name, (drafted, accepted) in recent.items()}
+
+    def release(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        for guard in self.guards.values():
+            guard.release(request)
+        self._states.pop(request, None)
+        self._kind.pop(request, None)
+        self._copies.pop(request, None)
+
+    def _state(self, request: Request) -> _State:
+        if request not in self._states:
+            self._states[request] = _State(longest=self.config.candidate_length)
+        return self._states[request]
+
+    def _count(self, reason: str) -> None:
+        self.metrics.choices[reason] = self.metrics.choices.get(reason, 0) + 1

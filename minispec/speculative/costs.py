@@ -1,0 +1,141 @@
+"""What the controller knows: how long a forward takes by its rows, and how often drafts have been kept of late.
+
+Both are estimates that follow what is measured and forget what is old. Knows: numbers. Does not know: requests,
+drafters, decisions. Taught in notebook 12 (speculation inside the engine).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import numpy as np
+
+FORGET = 0.98  # weight that a measurement keeps in the line with each later one: about the last 50 count
+FADE = 0.998  # the same of a measurement in its own bucket, with each later one in any
+PRIOR_ROWS = 32  # until it is measured, a forward of so many more rows is taken to last twice as long
+PRIOR_WEIGHT = 4.0  # rows squared, against the variance of the rows that were measured
+WARM_UP = 2  # first measurements that are left out: memory is touched for the first time
+OUTLIER = 4.0  # a measurement this many times longer than expected counts as no longer than that
+
+
+class RowCost:
+    """Seconds of one forward as a function of its rows, fitted to the forwards as they come.
+
+    Real costs have steps where kernels change, so each number of rows that was measured lately has its own mean. What
+    lies between is interpolated, what lies beyond goes on with the slope of a line through all (least squares).
+
+    >>> cost = RowCost()
+    >>> for rows in (1, 5) * 50:
+    ...     cost.record(rows, 0.030 + 0.001 * rows)
+    >>> [round(1000 * t) for t in cost.seconds(np.array([1, 3, 10]))]
+    [31, 33, 40]
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sums = np.zeros(5)  # weight, rows, seconds, rows * rows, rows * seconds
+        self._buckets: dict[int, tuple[float, float, float, int]] = {}  # weight, mean rows, mean seconds, last count
+
+    @property
+    def known(self) -> bool:
+        """Enough was measured to predict anything."""
+        return self._sums[0] > 0
+
+    def record(self, rows: float, seconds: float) -> None:
+        """Learn from one forward."""
+        self.count += 1
+        if self.count <= WARM_UP:
+            return
+        if self.known:
+            seconds = min(seconds, OUTLIER * self.seconds(np.array([rows]))[0])
+        self._sums = FORGET * self._sums + np.array([1.0, rows, seconds, rows * rows, rows * seconds])
+        weight = self.weight(rows) + 1
+        _, x, y, _ = self._buckets.get(bucket(rows), (0.0, rows, seconds, 0))
+        mean = x + (rows - x) / weight, y + (seconds - y) / weight
+        self._buckets[bucket(rows)] = (weight, *mean, self.count)
+
+    def weight(self, rows: float) -> float:
+        """How many measurements of about so many rows count at present."""
+        weight, _, _, last = self._buckets.get(bucket(rows), (0.0, 0.0, 0.0, 0))
+        return weight * FADE ** (self.count - last)
+
+    def _slope(self) -> float:
+        weight, x, y, xx, xy = self._sums
+        x, y = x / weight, y / weight
+        variance, covariance = xx - weight * x * x, xy - weight * x * y
+        return max(0.0, (covariance + PRIOR_WEIGHT * y / PRIOR_ROWS) / (variance + PRIOR_WEIGHT))
+
+    def seconds(self, rows: np.ndarray) -> np.ndarray:
+        """Predicted seconds [n] of forwards with these rows [n], increasing; `known` must hold.
+
+        More rows never take less.
+        """
+        slope, (total, x, y, *_) = self._slope(), self._sums
+        knots = sorted((at, mean, self.weight(at)) for _, at, mean, _ in self._buckets.values())
+        at, mean, weight = (np.array(column) for column in zip(*knots, strict=True))
+        # A mean of few measurements leans on the line, and on the others through it.
+        mean = (weight * mean + y / total + slope * (at - x / total)) / (weight + 1)
+        inside = np.interp(rows, at, np.maximum.accumulate(mean))
+        beyond = slope * (np.maximum(rows - at[-1], 0) - np.maximum(at[0] - rows, 0))
+        return np.maximum(inside + beyond, mean.min() / 10)
+
+
+def bucket(rows: float) -> int:
+    """Row counts that are taken to cost alike: exact up to 16, then within a quarter of a power of two."""
+    return int(rows) if rows <= 16 else 100 + int(4 * np.log2(rows))
+
+
+class Acceptance:
+    """How far the drafts of the last `size` verifications were kept.
+
+    >>> window = Acceptance(3)
+    >>> for accepted in (0, 3, 1, 2):  # the first one is forgotten
+    ...     window.record(3, accepted)
+    >>> round(window.rate, 2), [round(chance, 2) for chance in window.chances(3, [0.5], weight=4)]
+    (0.67, [0.71, 0.69, 0.63])
+    """
+
+    def __init__(self, size: int) -> None:
+        self.recent: deque[tuple[int, int]] = deque()
+        self.size = size
+        self._reached: list[int] = []  # verifications in which all drafts before this place were kept
+        self._kept: list[int] = []  # of these, those that kept this one too
+
+    def record(self, drafted: int, accepted: int) -> None:
+        """Count one verification; drafted > 0."""
+        missing = drafted - len(self._reached)
+        self._reached += [0] * missing
+        self._kept += [0] * missing
+        self._add(drafted, accepted, 1)
+        self.recent.append((drafted, accepted))
+        if len(self.recent) > self.size:
+            self._add(*self.recent.popleft(), -1)
+
+    def _add(self, drafted: int, accepted: int, sign: int) -> None:
+        for place in range(min(drafted, accepted + 1)):
+            self._reached[place] += sign
+            self._kept[place] += sign * (place < accepted)
+
+    @property
+    def rate(self) -> float:
+        """Accepted / drafted; 0 when nothing was drafted."""
+        drafted = sum(d for d, _ in self.recent)
+        return sum(a for _, a in self.recent) / drafted if drafted else 0.0
+
+    def chances(self, length: int, prior: list[float], weight: float, bonus: float = 0.0) -> list[float]:
+        """[length] chance that the draft at each place is kept if all before it were.
+
+        prior: what to expect of the first places, as much as if `weight` verifications had said so; each place behind
+        them is expected to be like the one before. bonus: standard errors to add, so that what was seldom tried looks
+        a little better than it was found, and gets tried again.
+        """
+        means: list[float] = []
+        chances: list[float] = []
+        for place in range(length):
+            expected = prior[place] if place < len(prior) else means[-1]
+            reached, kept = (n[place] if place < len(n) else 0 for n in (self._reached, self._kept))
+            means.append((kept + weight * expected) / (reached + weight))
+            error = math.sqrt(means[-1] * (1 - means[-1]) / (reached + weight))
+            chances.append(min(1.0, means[-1] + bonus * error))
+        return chances

@@ -1,0 +1,86 @@
+"""A drafter behind a guard: whatever it does, the worst that happens is a step without its drafts.
+
+A fault (it raised, or proposed what was not asked for) is logged once per kind and counted. Speculation goes on with
+the next step, `max_retry_attempts` times; then this drafter is off for good.
+
+Knows: the form of a proposal. Does not know: what a draft is worth. Taught in notebook 12 (speculation inside the
+engine).
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from minispec.speculative.drafter import Drafter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from minispec.core import Request
+    from minispec.metrics import EngineMetrics
+
+log = logging.getLogger(__name__)
+
+RECOVERED = 100  # proposals in a row without a fault after which earlier faults are forgotten
+
+Draft = tuple[list[int], "Tensor | None"]  # token ids, and q or None as in Proposal
+
+
+class Guard:
+    """Calls one drafter of an engine with `vocab_size` token ids."""
+
+    def __init__(self, drafter: Drafter, vocab_size: int, max_retry_attempts: int, metrics: EngineMetrics) -> None:
+        self.drafter, self.vocab_size, self.metrics = drafter, vocab_size, metrics
+        self.name = getattr(drafter, "name", type(drafter).__name__)
+        self.on = True
+        self._attempts = self._most_attempts = max_retry_attempts
+        self._good = 0
+
+    def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Draft]:
+        """One draft for each request, at most as long as its length; all of them empty after a fault."""
+        nothing: list[Draft] = [([], None) for _ in requests]
+        if not self.on or not requests:
+            return nothing
+        try:
+            proposal = self.drafter.propose(requests, lengths)
+            qs = proposal.q or [None] * len(requests)
+            drafts = [self._checked(*each) for each in zip(lengths, proposal.tokens, qs, strict=True)]
+        except Exception as error:
+            self.fault(type(error).__name__, "this step runs without its drafts", with_traceback=True)
+            return nothing
+        self._good += 1
+        if self._good >= RECOVERED:
+            self._attempts = self._most_attempts
+        return drafts
+
+    def _checked(self, length: int, tokens: Sequence[int], q: Tensor | None) -> Draft:
+        """The draft as plain ints; ValueError or TypeError when it is not what was asked for."""
+        tokens = [operator.index(token) for token in tokens]
+        if len(tokens) > length or not all(0 <= token < self.vocab_size for token in tokens):
+            raise ValueError(f"draft {tokens} for {length} places and a vocabulary of {self.vocab_size}")
+        if q is not None and tuple(q.shape) != (len(tokens), self.vocab_size):
+            raise ValueError(f"q has shape {list(q.shape)}, expected {[len(tokens), self.vocab_size]}")
+        return tokens, q
+
+    def release(self, request: Request) -> None:
+        """See `Drafter.release`."""
+        try:
+            self.drafter.release(request)
+        except Exception as error:
+            kind = f"{type(error).__name__} in release"
+            self.fault(kind, f"it may still keep something of {request.id}", with_traceback=True)
+
+    def fault(self, kind: str, consequence: str, *, with_traceback: bool = False) -> None:
+        """Count a fault, and switch the drafter off when it had its chances."""
+        if kind not in self.metrics.faults:
+            log.warning("the drafter %s failed (%s); %s", self.name, kind, consequence, exc_info=with_traceback)
+        self.metrics.faults[kind] = self.metrics.faults.get(kind, 0) + 1
+        self._good = 0
+        self._attempts -= 1
+        if self._attempts < 0 and self.on:
+            self.on = False
+            self.metrics.drafters_off.append(self.name)
+            log.warning("the drafter %s is off: it failed again after %d retries", self.name, self._most_attempts)
