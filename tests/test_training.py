@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from test_drafters import write_head
 from tiny_checkpoints import write_tiny_checkpoint
 
 from minispec import LLM, SamplingParams
 from minispec.attention.naive import CausalAttention
 from minispec.config import ConfigError
-from minispec.core import TokenKind
 from minispec.models.llama import CausalLM
 from minispec.models.mtp import MTPModule, save_mtp
 from minispec.training.__main__ import main
@@ -25,7 +26,7 @@ from minispec.training.train import Recipe, Trainer, draft_vocabulary, new_modul
 from minispec.training.unroll import Batch, DepthResult, HeadLoss, acceptance, unroll
 
 LENGTH = 56
-RECIPE = Recipe(steps=12, batch=4, held_out=3, evaluate_every=4, vocab=200, warmup=1)
+RECIPE = Recipe(steps=12, batch_size=4, num_held_out=3, evaluate_every=4, vocab=200, warmup=1)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def text(llm) -> Conversations:
 
 @pytest.fixture(scope="module")
 def data(llm) -> Conversations:
-    """Greedy answers of 40 tokens: a random model soon repeats itself, so there is something to learn."""
+    """Greedy answers of 48 tokens: a random model soon repeats itself, so there is something to learn."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, 300, (24, 8)).tolist()
     answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=LENGTH - 8, ignore_eos=True))
@@ -56,15 +57,14 @@ def data(llm) -> Conversations:
 
 @pytest.fixture(scope="module")
 def features(llm, data) -> Features:
-    return compute_features(llm.model, data, held_out_rows(data, 3, 0), batch=5, progress=False)
+    return compute_features(llm.model, data, held_out_rows(data, 3, 0), batch_size=5, progress=False)
 
 
 def trainer(llm, data, features, recipe=RECIPE) -> Trainer:
     vocab_ids = draft_vocabulary(data, recipe.vocab, llm.engine.runner.vocab_size)
-    head = llm.model.head.plain_weight[vocab_ids]
     module = new_module(llm.model, features.projection)
-    held_out = held_out_rows(data, recipe.held_out, recipe.seed)
-    return Trainer(module, llm.model, head, vocab_ids, data, features, held_out, recipe)
+    held_out = held_out_rows(data, recipe.num_held_out, recipe.seed)
+    return Trainer(module, llm.model, vocab_ids, data, features, held_out, recipe)
 
 
 # Text ----------------------------------------------------------------------------------------------------------
@@ -107,6 +107,12 @@ def test_text_survives_its_file_and_mixed_lengths_are_refused(tmp_path, text):
         Conversations.load(tmp_path / "a.npz", tmp_path / "b.npz")
     with pytest.raises(ConfigError, match="c.npz"):
         Conversations.load(tmp_path / "c.npz")
+    text._replace(answer_mask=text.answer_mask[:, 1:]).save(tmp_path / "d.npz")
+    text._replace(token_ids=text.token_ids[0]).save(tmp_path / "e.npz")
+    text._replace(temperature=text.temperature[1:]).save(tmp_path / "f.npz")
+    for name, shape in {"d.npz": r"\(24, 55\)", "e.npz": r"\(56,\)", "f.npz": r"\(23,\)"}.items():
+        with pytest.raises(ConfigError, match=f"{name}.*shapes.*{shape}"):
+            Conversations.load(tmp_path / name)
 
 
 # Features ------------------------------------------------------------------------------------------------------
@@ -193,7 +199,7 @@ def test_unrolled_rows_are_what_drafting_computes_row_by_row(llm, monkeypatch):
     monkeypatch.setattr(HeadLoss, "apply", lambda s, *rest: (states.append(s), (s.sum(-1), s.argmax(-1)))[1])
     everywhere = batch._replace(spoken=torch.ones_like(batch.spoken))
     with torch.no_grad():
-        unroll(module, target, target.embedding.weight, everywhere, 4, torch.float32)
+        unroll(module, target, target.embedding.weight, everywhere, 4)
         for k, state in enumerate(states):
             state = state.view(2, 8 - k, -1)  # the first k rows have no chain of this depth
             for b in range(2):
@@ -222,7 +228,7 @@ def test_head_loss_is_cross_entropy_with_its_gradient(monkeypatch):
 def test_acceptance_counts_chains_and_not_single_drafts():
     right = torch.tensor([[1, 1, 0, 1, 1]]).bool(), torch.tensor([[0, 1, 1, 0, 1]]).bool()
     learnt = torch.ones(1, 5).bool(), torch.tensor([[0, 1, 1, 1, 1]]).bool()
-    results = [DepthResult(torch.tensor(0.0), m, r) for m, r in zip(learnt, right, strict=True)]
+    results = [DepthResult(torch.zeros(0), m, r) for m, r in zip(learnt, right, strict=True)]
     # chains from rows 0..3: (1,1) (1,1) (0,-) (1,1): kept 2, 2, 0, 2
     agreement, length = acceptance(results)
     assert agreement == pytest.approx([4 / 5, 3 / 4]) and length == pytest.approx(1 + 6 / 4)
@@ -231,13 +237,14 @@ def test_acceptance_counts_chains_and_not_single_drafts():
 # The loop ------------------------------------------------------------------------------------------------------
 
 
-def test_training_learns_and_only_the_module_moves(llm, data, features):
+def test_training_learns_and_only_the_module_moves(llm, data, features, capfd):
     run = trainer(llm, data, features, replace(RECIPE, steps=80, lr=0.01, depth1_share=0.3))
     before = {name: p.clone() for name, p in llm.model.state_dict().items()}
-    rows = run.batch(run.train_rows)  # what a random target says of other text cannot be foreseen
-    first, last = unroll(run.module, llm.model, run.head, rows, 3, torch.float32), run.run(progress=False)
+    rows = run.batch_of(run.train_rows)  # what a random target says of other text cannot be foreseen
+    first, last = unroll(run.module, llm.model, run.head, rows, 3), run.run(progress=False)
+    assert capfd.readouterr() == ("", "")
     assert [entry.step for entry in last] == list(range(4, 81, 4))
-    last = unroll(run.module, llm.model, run.head, rows, 3, torch.float32)
+    last = unroll(run.module, llm.model, run.head, rows, 3)
     assert all(b.loss < a.loss - 0.15 for a, b in zip(first, last, strict=True))
     assert acceptance(last)[1] > acceptance(first)[1] + 0.15, (acceptance(first), acceptance(last))
     assert all(torch.equal(before[name], p) for name, p in llm.model.state_dict().items())
@@ -262,7 +269,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(llm, data, featur
         first.run(path, progress=False)
     second = trainer(llm, data, features)
     history = second.run(path, progress=False)
-    assert [h.agreement for h in history] == [h.agreement for h in expected]
+    assert history == expected
     for a, b in zip(whole.module.parameters(), second.module.parameters(), strict=True):
         torch.testing.assert_close(a, b)
     with pytest.raises(ConfigError, match="another folder"):
@@ -270,102 +277,145 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(llm, data, featur
 
 
 def test_each_epoch_reads_every_conversation_once(llm, data, features, monkeypatch):
-    run = trainer(llm, data, features)
+    run = trainer(llm, data, features, replace(RECIPE, steps=10, evaluate_every=99))  # two epochs of 21 // 4
     seen: list[int] = []
-    monkeypatch.setattr(run, "batch", lambda rows: seen.extend(rows))
-    batches = run._batches()
-    for _ in range(10):  # two epochs of 21 // 4
-        next(batches)
+    monkeypatch.setattr(run, "batch_of", lambda rows: seen.extend(rows))
+    monkeypatch.setattr(run, "_train", lambda batch: 0.0)
+    monkeypatch.setattr(run, "evaluate", lambda: ([], 1.0))
+    run.run(progress=False)
     assert len(set(seen[:20])) == len(set(seen[20:])) == 20 and seen[:20] != seen[20:]
     assert not set(seen) & set(run.held_out)
 
 
+def test_numbers_out_of_range_are_refused():
+    for name, value in (("seed", 0.5), ("seed", -1), ("batch_size", 0), ("num_held_out", 2.5), ("depth_decay", 1.5)):
+        with pytest.raises(ConfigError, match=f"{name} must be.*got {value}"):
+            Recipe(**{name: value})
+
+
 def test_too_little_text_is_refused(llm, data, features):
     with pytest.raises(ConfigError, match="21 conversations to learn from are less than a batch of 22"):
-        trainer(llm, data, features, replace(RECIPE, batch=22))
+        trainer(llm, data, features, replace(RECIPE, batch_size=22))
 
 
-def test_the_engine_keeps_the_drafts_that_the_trainer_calls_right(llm, folder, data, features, tmp_path):
+def test_the_engine_keeps_as_many_drafts_as_the_trainer_calls_right(llm, folder, data, features, tmp_path):
+    K, start = 3, 8
     run = trainer(llm, data, features, replace(RECIPE, steps=60, lr=0.01))
     run.run(progress=False)
     vocab_ids = torch.nonzero(run.to_draft >= 0)[:, 0]
     save_mtp(tmp_path / "head.safetensors", run.module, llm.model_config, draft_ids=vocab_ids, dtype=torch.float32)
-    config = {"draft_model": "mtp", "draft_head": str(tmp_path / "head.safetensors"), "candidate_length": 1}
-    engine = LLM(str(folder), dtype="float32", speculative_config=config)
-    greedy = np.flatnonzero(data.temperature == 0)
-    [result] = unroll(run.module, llm.model, run.head, run.batch(greedy), 1, torch.float32)
-    judged = []
-    for right, tokens, mask in zip(result.right, data.token_ids[greedy], data.answer_mask[greedy], strict=True):
-        start = int(mask.argmax())
-        spoken = int(mask[start:].argmin() or LENGTH - start)
-        params = SamplingParams(temperature=0, max_tokens=spoken, ignore_eos=True)
-        output = engine.generate([tokens[:start].tolist()], params)[0].outputs[0]
-        assert output.token_ids == tokens[start : start + spoken].tolist()
-        for place, kind in enumerate(output.kinds):  # row i reads token i + 1 and drafts token i + 2
-            if kind in (TokenKind.ACCEPTED, TokenKind.CORRECTED):
-                assert (kind is TokenKind.ACCEPTED) == bool(right[start + place - 2]), (start, place)
-                judged.append(kind)
-    assert judged.count(TokenKind.ACCEPTED) > 5 and judged.count(TokenKind.CORRECTED) > 5, judged
+    config = {"draft_model": "mtp", "draft_head": str(tmp_path / "head.safetensors"), "candidate_length": K}
+    speculating = LLM(str(folder), dtype="float32", speculative_config=config)
+    drafter, steps = speculating.engine.drafter, []
+
+    def propose(requests, lengths, propose=drafter.propose):
+        proposal = propose(requests, lengths)
+        steps.append((len(requests[0].tokens), len(proposal.tokens[0])))
+        return proposal
+
+    drafter.propose = propose
+    results = unroll(run.module, llm.model, run.head, run.batch_of(np.arange(len(data.token_ids))), K)
+    right = torch.stack([result.right for result in results], 1)  # [conversations, K, rows]
+    counted = [0] * (K + 1)
+    for tokens, of_depth in zip(data.token_ids.tolist(), right, strict=True):
+        steps.clear()
+        params = SamplingParams(temperature=0, max_tokens=LENGTH - start, ignore_eos=True)
+        [output] = speculating.generate([tokens[:start]], params)
+        assert output.token_ids == tokens[start:]
+        for (length, drafted), (after, _) in pairwise(steps):  # the last step may be one without a draft
+            row = length - 2  # reads the last token; of depth k, its chain goes on in row + k
+            kept = [bool(of_depth[k, row + k]) for k in range(drafted)]
+            expected = (kept + [False]).index(False)
+            assert after - length == expected + 1, (length, kept)
+            counted[expected] += drafted == K
+    assert counted[0] > 20 and sum(counted[1:K]) > 20 and counted[K] > 5, counted
 
 
 # The command ---------------------------------------------------------------------------------------------------
 
 
-def test_command_makes_a_head_that_the_engine_loads(tmp_path, capsys):
-    folder = write_tiny_checkpoint(tmp_path / "model", "qwen3")
-    work = tmp_path / "work"
-    command = ["--work", str(work), "--model", str(folder), "--dtype", "float32", "--conversations", "20"]
-    command += [
-        "--length",
-        "64",
-        "--question-tokens",
-        "6",
-        "--steps",
-        "4",
-        "--batch",
-        "4",
-        "--held-out",
-        "3",
-        "--evaluate-every",
-        "2",
-        "--vocab",
-        "150",
-    ]
+OPTIONS = "--dtype float32 --conversations 20 --length 64 --question-tokens 6 --steps 4 --batch-size 4 "
+OPTIONS += "--num-held-out 3 --evaluate-every 2 --vocab 150"
+STAGES = ("text.npz", "features.safetensors", "checkpoint.pt")
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory) -> list[str]:
+    """The command in a folder where it has run to its end; command[1] is that folder, command[3] the model's."""
+    root = tmp_path_factory.mktemp("command")
+    folder = write_tiny_checkpoint(root / "model", "qwen3")
+    command = ["--work", str(root / "work"), "--model", str(folder), *OPTIONS.split()]
     assert main(command) == 0
-    out = capsys.readouterr().out
-    assert "step 4" in out and str(work / "mtp.safetensors") in out
-    files = {path.name: path.stat().st_mtime_ns for path in work.iterdir()}
-    assert set(files) == {"text.npz", "features.safetensors", "checkpoint.pt", "mtp.safetensors"}
-    assert main(command) == 0  # nothing is left to do but to write the head again
-    kept = ("text.npz", "features.safetensors", "checkpoint.pt")
-    assert all((work / name).stat().st_mtime_ns == files[name] for name in kept)
-    assert main([*command, "--length", "48", "--question-tokens", "96", "--work", str(tmp_path / "short")]) == 2
-    assert "the assistant says nothing in 20 conversations of 48 tokens" in capsys.readouterr().err
-    Conversations.load(work / "text.npz")[0].tofile(tmp_path / "raw")
-    other = Conversations(*(x.copy() for x in Conversations.load(work / "text.npz")))
-    other.token_ids[0, -1] ^= 1
-    other.save(tmp_path / "other.npz")
-    assert main([*command, "--data", str(tmp_path / "other.npz")]) == 2  # features of another text
-    assert f"belongs to text {Conversations.load(work / 'text.npz').digest}" in capsys.readouterr().err
-    for option, value in (("--steps", "0"), ("--depth1-share", "2"), ("--lr", "-1"), ("--data", str(tmp_path / "raw"))):
-        assert main([*command, option, value]) == 2 and value in capsys.readouterr().err
-    for name in ("features.safetensors", "checkpoint.pt"):
-        whole = (work / name).read_bytes()
-        (work / name).write_bytes(whole[:1000])
-        assert main(command) == 2 and f"{name} is not a complete" in capsys.readouterr().err
-        (work / name).write_bytes(whole)
+    return command
+
+
+def test_command_makes_a_head_that_the_engine_loads(command):
+    work, folder = Path(command[1]), command[3]
+    assert {path.name for path in work.iterdir()} == {*STAGES, "mtp.safetensors"}
     prompt, params = [5, 6, 7, 8], SamplingParams(temperature=0, max_tokens=20)
-    plain = LLM(str(folder), dtype="float32").generate([prompt], params)[0]
+    plain = LLM(folder, dtype="float32").generate([prompt], params)[0]
     config = {"draft_model": "mtp", "draft_head": str(work / "mtp.safetensors"), "candidate_length": 3}
-    speculating = LLM(str(folder), dtype="float32", speculative_config=config).generate([prompt], params)[0]
+    speculating = LLM(folder, dtype="float32", speculative_config=config).generate([prompt], params)[0]
     assert speculating.token_ids == plain.token_ids and speculating.metrics.speculation.drafted > 0
-    assert main([*command[:-1], "100"]) == 2 and "another folder" in capsys.readouterr().err
-    more = [*command, "--start", str(work / "mtp.safetensors"), "--data", str(work / "text.npz")]
-    more[1] = str(tmp_path / "more")
-    assert main([*more, "--lr", "0.0"]) == 0  # a step of 0 leaves the head as it was
-    before, after = (load_file(tmp_path / name / "mtp.safetensors") for name in ("work", "more"))
+
+
+def test_command_passes_over_what_is_there(command, capsys):
+    work = Path(command[1])
+    before = {name: (work / name).stat().st_mtime_ns for name in STAGES}
+    assert main(command) == 0
+    assert {name: (work / name).stat().st_mtime_ns for name in STAGES} == before
+    out = capsys.readouterr().out
+    assert "step 4: loss " in out and str(work / "mtp.safetensors") in out
+    assert main([*command, "--vocab", "100"]) == 2 and "another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_command_names_a_damaged_file(command, capsys, name):
+    path = Path(command[1], name)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1000])
+    assert main(command) == 2 and f"{name} " in capsys.readouterr().err
+    path.write_bytes(whole)
+
+
+def test_command_refuses_bad_options_and_text_in_one_sentence(command, capsys, tmp_path):
+    def complaint(*options: str) -> str:
+        assert main([*command, *options]) == 2
+        return capsys.readouterr().err
+
+    Conversations.load(Path(command[1], "text.npz"))[0].tofile(tmp_path / "raw")
+    for option, value in (("--steps", "0"), ("--depth1-share", "2"), ("--lr", "-1"), ("--data", str(tmp_path / "raw"))):
+        assert value in complaint(option, value)
+    assert "float16" in complaint("--dtype", "float16", "--device", "cpu")
+    assert str(tmp_path / "raw") in complaint("--work", str(tmp_path / "raw"))
+    elsewhere = ["--work", str(tmp_path / "short")]
+    for option in ("--conversations", "--question-tokens"):
+        assert "must be a whole number >= 1, got 0" in complaint(*elsewhere, option, "0")
+    short = complaint(*elsewhere, "--length", "48", "--question-tokens", "96")
+    assert "the assistant says nothing in 20 conversations of 48 tokens" in short
+
+
+def test_command_refuses_text_that_does_not_belong(command, capsys, tmp_path):
+    text, path = Conversations.load(Path(command[1], "text.npz")), str(tmp_path / "other.npz")
+    other = text._replace(token_ids=text.token_ids.copy())
+    other.token_ids[0, -1] ^= 1
+    other.save(Path(path))
+    assert main([*command, "--data", path]) == 2  # the features are those of the first text
+    assert f"belongs to text {text.digest}" in capsys.readouterr().err
+    other.token_ids[0, -1] = 300
+    other.save(Path(path))
+    assert main([*command, "--data", path, "--work", str(tmp_path)]) == 2
+    assert "token id 300; the model has 0 to 299" in capsys.readouterr().err
+
+
+def test_command_goes_on_from_a_head(command, capsys, tmp_path):
+    folder, head, out = Path(command[3]), Path(command[1], "mtp.safetensors"), tmp_path / "mtp.safetensors"
+    more = [*command, "--data", str(Path(command[1], "text.npz")), "--work", str(tmp_path), "--start"]
+    assert main([*more, str(head), "--lr", "0.0"]) == 0  # a step of 0 leaves the head as it was
+    before, after = load_file(head), load_file(out)
     assert set(before) == set(after) and all(torch.equal(before[name], after[name]) for name in before)
-    write_tiny_checkpoint(tmp_path / "other", "llama")
-    more[1] = str(tmp_path / "third")
-    more[more.index("--start") + 1] = str(tmp_path / "other" / "model.safetensors")
-    assert main(more) == 2 and "MTP module" in capsys.readouterr().err
+    assert main([*more, str(folder / "model.safetensors")]) == 2 and "no MTP module" in capsys.readouterr().err
+    # Right in shape, but what each half of the projection reads is swapped in such a file.
+    mimo = write_head(tmp_path / "mimo.safetensors", LLM(str(folder)).model_config, "mimo")
+    save_file(load_file(mimo) | {"d2t": before["d2t"]}, mimo)
+    assert main([*more, str(mimo)]) == 2 and "DeepSeek's names" in capsys.readouterr().err
