@@ -246,9 +246,29 @@ def test_training_learns_and_only_the_module_moves(llm, data, features, capfd):
     assert [entry.step for entry in last] == list(range(4, 81, 4))
     last = unroll(run.module, llm.model, run.head, rows, 3)
     assert all(b.loss < a.loss - 0.15 for a, b in zip(first, last, strict=True))
-    assert acceptance(last)[1] > acceptance(first)[1] + 0.15, (acceptance(first), acceptance(last))
+    assert acceptance(last)[1] > acceptance(first)[1] + 0.1, (acceptance(first), acceptance(last))
     assert all(torch.equal(before[name], p) for name, p in llm.model.state_dict().items())
     assert not any(p.requires_grad or p.grad is not None for p in llm.model.parameters())
+
+
+def test_a_new_module_is_the_last_layer_behind_the_projection(tmp_path):
+    """Of a target whose matrices are packed (where the machine packs)."""
+    folder = write_tiny_checkpoint(tmp_path, "llama", hidden_size=256, intermediate_size=512)
+    target, projection = LLM(str(folder), dtype="float32", kv_cache_tokens=64).model, torch.randn(256, 512) / 20
+    module, (embedded, hidden) = new_module(target, projection), torch.randn(2, 5, 256)
+    tables = target.rotary(torch.arange(5))
+    normed = torch.cat([F.rms_norm(x, (256,), eps=target.config.rms_norm_eps) for x in (embedded, hidden)], -1)
+    expected = target.norm(target.layers[-1](normed @ projection.T, *tables, CausalAttention()))
+    actual = module(embedded, hidden, *tables, CausalAttention())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_evaluation_in_parts_is_one_of_the_whole(llm, data, features):
+    run = trainer(llm, data, features, replace(RECIPE, num_held_out=9))  # batches of 5 and 4
+    with torch.no_grad():
+        whole = unroll(run.module, llm.model, run.head, run.batch_of(run.held_out), RECIPE.depths)
+    (agreement, length), (expected, expected_length) = run.evaluate(), acceptance(whole)
+    assert agreement == pytest.approx(expected, abs=0.005) and length == pytest.approx(expected_length, abs=0.005)
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(llm, data, features, tmp_path):
@@ -285,6 +305,24 @@ def test_each_epoch_reads_every_conversation_once(llm, data, features, monkeypat
     run.run(progress=False)
     assert len(set(seen[:20])) == len(set(seen[20:])) == 20 and seen[:20] != seen[20:]
     assert not set(seen) & set(run.held_out)
+
+
+def test_schedule_of_depths_and_rates(llm, data, features, monkeypatch):
+    run = trainer(llm, data, features, replace(RECIPE, steps=8, warmup=2, lr=0.01, depth_decay=0.5, evaluate_every=99))
+    monkeypatch.setattr(run, "evaluate", lambda: ([], 1.0))
+    losses, rates = [], []
+
+    def unrolled(module, target, head, batch, depths):
+        losses.append([torch.ones(2, requires_grad=True) for _ in range(depths)])
+        rates.append([optimizer.param_groups[0]["lr"] for optimizer in run.optimizers])
+        return [DepthResult(loss, None, None) for loss in losses[-1]]
+
+    monkeypatch.setattr("minispec.training.train.unroll", unrolled)
+    run.run(progress=False)
+    for step, factor in enumerate([0.5, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]):
+        assert rates[step] == pytest.approx([0.01 * factor, 0.001 * factor])
+        weights = [loss.grad.sum().item() for loss in losses[step]]
+        assert weights == pytest.approx([1] if step < 4 else [4 / 7, 2 / 7, 1 / 7])
 
 
 def test_numbers_out_of_range_are_refused():
