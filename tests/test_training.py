@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from minispec.config import ConfigError
 from minispec.models.llama import CausalLM
 from minispec.models.mtp import MTPModule, save_mtp
 from minispec.training.__main__ import main
-from minispec.training.data import Conversations, Frame, held_out_rows, write_conversations
+from minispec.training.data import Conversations, Frame, _Conversation, held_out_rows, write_conversations
 from minispec.training.features import Features, LinearFit, compute_features, spoken_next
 from minispec.training.train import Recipe, Trainer, draft_vocabulary, new_module
 from minispec.training.unroll import Batch, DepthResult, HeadLoss, acceptance, unroll
@@ -87,6 +88,25 @@ def test_text_has_one_length_and_its_answers_are_what_the_engine_answers(llm, te
     assert greedy >= 3 and text.answer_mask.mean() > 0.1
 
 
+def test_the_end_of_a_turn_is_the_speakers_if_he_said_it():
+    frame, eos_ids = Frame([1], to_answer=[9, 7], to_question=[9, 8]), frozenset({9, 2})
+    conversation = _Conversation([1], [False], 0.0)
+    for said in ([4, 9], [5, 9], [4, 2], [5, 6]):  # the frame's end token, another one, none
+        conversation.request = SimpleNamespace(output=said)
+        conversation.end_turn(frame, eos_ids)
+    assert conversation.tokens == [1, 4, 9, 7, 5, 9, 8, 4, 9, 7, 5, 6, 9, 8]
+    assert [t for t, spoken in zip(conversation.tokens, conversation.mask, strict=True) if spoken] == [5, 9, 5, 6]
+
+
+def test_greedy_conversations_are_held_out(text):
+    greedy = set(np.flatnonzero(text.temperature == 0))
+    rows = held_out_rows(text, len(greedy), 0)
+    assert set(rows) == greedy and 0 < len(greedy) < len(text.temperature)
+    assert list(held_out_rows(text, 3, 1)) != list(held_out_rows(text, 3, 0)) == sorted(held_out_rows(text, 3, 0))
+    with pytest.raises(ConfigError, match=f"hold {len(greedy) + 1} greedy ones out"):
+        held_out_rows(text, len(greedy) + 1, 0)
+
+
 def test_text_depends_on_the_seed_alone(llm, text):
     again = write_conversations(llm, 24, LENGTH, question_tokens=6, seed=1, progress=False)
     assert all(np.array_equal(a, b) for a, b in zip(text, again, strict=True))
@@ -108,7 +128,7 @@ def test_text_survives_its_file_and_mixed_lengths_are_refused(tmp_path, text):
     with pytest.raises(ConfigError, match="c.npz"):
         Conversations.load(tmp_path / "c.npz")
     text._replace(answer_mask=text.answer_mask[:, 1:]).save(tmp_path / "d.npz")
-    text._replace(token_ids=text.token_ids[0]).save(tmp_path / "e.npz")
+    Conversations(text.token_ids[0], text.answer_mask[0], np.zeros(LENGTH)).save(tmp_path / "e.npz")
     text._replace(temperature=text.temperature[1:]).save(tmp_path / "f.npz")
     for name, shape in {"d.npz": r"\(24, 55\)", "e.npz": r"\(56,\)", "f.npz": r"\(23,\)"}.items():
         with pytest.raises(ConfigError, match=f"{name}.*shapes.*{shape}"):
@@ -141,7 +161,6 @@ def test_linear_fit_is_least_squares_whatever_the_parts():
 
 def test_held_out_conversations_do_not_move_the_projection(llm, data, features):
     held_out = held_out_rows(data, 3, 0)
-    assert (data.temperature[held_out] == 0).all()
     changed = Conversations(data.token_ids.copy(), data.answer_mask, data.temperature)
     changed.token_ids[held_out] = 7
     other = compute_features(llm.model, changed, held_out, progress=False)
@@ -226,12 +245,12 @@ def test_head_loss_is_cross_entropy_with_its_gradient(monkeypatch):
 
 
 def test_acceptance_counts_chains_and_not_single_drafts():
-    right = torch.tensor([[1, 1, 0, 1, 1]]).bool(), torch.tensor([[0, 1, 1, 0, 1]]).bool()
-    learnt = torch.ones(1, 5).bool(), torch.tensor([[0, 1, 1, 1, 1]]).bool()
+    right = torch.tensor([[1, 1, 0, 0, 0]]).bool(), torch.tensor([[0, 1, 0, 1, 0]]).bool()
+    learnt = torch.tensor([[1, 1, 1, 1, 0]]).bool(), torch.tensor([[0, 1, 1, 1, 0]]).bool()
     results = [DepthResult(torch.zeros(0), m, r) for m, r in zip(learnt, right, strict=True)]
-    # chains from rows 0..3: (1,1) (1,1) (0,-) (1,1): kept 2, 2, 0, 2
+    # chains from rows 0..3: (1, 1) (1, 0) (0, 1), and one that leaves the answer: kept 2, 1, 0
     agreement, length = acceptance(results)
-    assert agreement == pytest.approx([4 / 5, 3 / 4]) and length == pytest.approx(1 + 6 / 4)
+    assert agreement == pytest.approx([2 / 4, 2 / 3]) and length == pytest.approx(1 + 3 / 3)
 
 
 # The loop ------------------------------------------------------------------------------------------------------
@@ -427,8 +446,9 @@ def test_command_refuses_bad_options_and_text_in_one_sentence(command, capsys, t
     assert "float16" in complaint("--dtype", "float16", "--device", "cpu")
     assert str(tmp_path / "raw") in complaint("--work", str(tmp_path / "raw"))
     elsewhere = ["--work", str(tmp_path / "short")]
-    for option in ("--conversations", "--question-tokens"):
-        assert "must be a whole number >= 1, got 0" in complaint(*elsewhere, option, "0")
+    for name in ("conversations", "question_tokens"):
+        options = ["--" + name.replace("_", "-"), "0"]
+        assert f"{name} must be a whole number >= 1, got 0" in complaint(*elsewhere, *options)
     short = complaint(*elsewhere, "--length", "48", "--question-tokens", "96")
     assert "the assistant says nothing in 20 conversations of 48 tokens" in short
 
