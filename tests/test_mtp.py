@@ -295,6 +295,26 @@ def test_a_wrong_map_is_refused_in_one_sentence(tiny, tmp_path, d2t, sentence): 
         make(folder, {"draft_model": "mtp", "draft_head": str(tmp_path / "head.safetensors")})
 
 
+@pytest.mark.parametrize(
+    "places,sentence",
+    [
+        (["layers.4"], "deepseek 3 and those that follow it, found deepseek 4"),
+        (["layers.3", "layers.5"], "deepseek 3 and those that follow it, found deepseek 3, deepseek 5"),
+        (["mtp_layers.1", "mtp_layers.2"], "mimo 0 and those that follow it, found mimo 1, mimo 2"),
+        (["mtp_layers.0", "mtp_layers.2"], "mimo 0 and those that follow it, found mimo 0, mimo 2"),
+        (["layers.3", "mtp_layers.0"], "deepseek 3 and those that follow it, found deepseek 3, mimo 0"),
+    ],
+)
+def test_modules_are_numbered_from_their_family_s_first_without_a_gap(tiny, tmp_path, places, sentence):  # noqa: F811
+    """The target has 3 layers, so DeepSeek's names begin with layer 3; MiMo counts its modules from 0."""
+    folder, head, *_ = tiny
+    one = {name.removeprefix("model.layers.3."): tensor for name, tensor in load_file(head).items()}
+    tensors = {f"model.{place}.{name}": tensor.clone() for place in places for name, tensor in one.items()}
+    save_file(tensors, tmp_path / "head.safetensors")
+    with pytest.raises(ModelLoadError, match=f"must be {sentence}"):
+        make(folder, {"draft_model": "mtp", "draft_head": str(tmp_path / "head.safetensors")})
+
+
 def trained_module(config) -> MTPModule:
     """A module after one step of gradient descent."""
     module = MTPModule(config).requires_grad_(True)

@@ -1,8 +1,8 @@
 """Attention as the textbook writes it: every token looks at itself and at all tokens before it, no cache.
 
 Knows: one formula, softmax(q k^T / sqrt(D)) v under a causal mask (Vaswani et al. 2017, section 3.2). Does not know:
-slots, pages, history. Because it recomputes everything it is slow and easy to trust: the oracle of the tests, the
-attention of the reference loop, and the attention of training.
+slots, pages, history. Because it recomputes everything it is slow and easy to trust: the oracle of the tests and the
+attention of the reference loop.
 
 Taught in notebook 01 (one token at a time).
 """

@@ -110,25 +110,28 @@ def load_mtp(
 
     tensors: (name, tensor) pairs of the whole checkpoint or of a separate head file; others are passed over.
     quantization: "int8" or "fp8" for the modules and a copy of the head, see `linear.quantize`.
-    Raises ModelLoadError when there are none (NoMTPModule), when one is incomplete or of another shape than the
-    target's, or when d2t does not lead to different ids of the target.
+    Raises ModelLoadError when there are none (NoMTPModule), when they do not follow each other from their family's first
+    number on, when one is incomplete or of another shape than the target's, or when d2t does not lead to different ids
+    of the target.
     """
     found: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
-    draft_ids = None
+    draft_ids, num_layers = None, target.config.num_layers
     for name, tensor in tensors:
         if name == "d2t":
             draft_ids = _target_ids(tensor, target.config.vocab_size).to(device)
         for family, (pattern, _) in FAMILIES.items():
             match = re.match(pattern, name)
-            own = match and (family != "deepseek" or int(match[1]) >= target.config.num_layers)
+            own = match and (family != "deepseek" or int(match[1]) >= num_layers)
             if own and name[match.end() :] not in SHARED:
                 found.setdefault((family, int(match[1])), {})[name[match.end() :]] = tensor
     if not found:
-        wanted = f"model.layers.{target.config.num_layers}.eh_proj.weight"
+        wanted = f"model.layers.{num_layers}.eh_proj.weight"
         raise NoMTPModule(f"the checkpoint holds no MTP module for this target (tensors such as {wanted})")
-    first = min(index for _, index in found)
-    if sorted(found) != [(family, first + i) for i, (family, _) in enumerate(sorted(found))]:
-        raise ModelLoadError(f"the MTP modules must follow each other, found {sorted(found)}")
+    family = min(found)[0]
+    first = num_layers if family == "deepseek" else 0
+    if sorted(found) != [(family, first + k) for k in range(len(found))]:
+        there = ", ".join(f"{name} {index}" for name, index in sorted(found))
+        raise ModelLoadError(f"the MTP modules must be {family} {first} and those that follow it, found {there}")
     modules = []
     for (family, index), parts in sorted(found.items()):
         module = MTPModule(target.config, hidden_first=family == "mimo", dtype=dtype, device=device)

@@ -17,13 +17,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from minispec.config import ConfigError
-from minispec.device import choose_device, choose_dtype
 from minispec.llm import LLM
 from minispec.models.config import ModelLoadError
 from minispec.models.mtp import save_mtp
 from minispec.training.data import Conversations, held_out_rows, write_conversations
 from minispec.training.features import Features, compute_features
-from minispec.training.train import Recipe, Trainer, describe, draft_vocabulary, module_from_head, new_module
+from minispec.training.train import Recipe, Trainer, draft_vocabulary, module_from_head, new_module
 
 WRITERS = 96  # conversations that are written side by side
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recipe = Recipe(**{field.name: getattr(args, field.name) for field in fields(Recipe)})
         make_head(args, recipe)
-    except (ConfigError, ModelLoadError, FloatingPointError) as error:
+    except (ConfigError, ModelLoadError, FloatingPointError, OSError) as error:
         print(f"minispec.training: {error}", file=sys.stderr)
         return 2
     return 0
@@ -44,13 +43,11 @@ def make_head(args: argparse.Namespace, recipe: Recipe) -> None:
     """All stages; prints where each result lies."""
     work = args.work
     work.mkdir(parents=True, exist_ok=True)
-    dtype = choose_dtype(args.dtype, choose_device(args.device))[0]
-    name = str(dtype).removeprefix("torch.")
     slots = {"max_num_seqs": WRITERS, "max_num_batched_tokens": 1024, "kv_cache_tokens": WRITERS * (args.length + 16)}
-    llm = LLM(args.model, dtype=name, device=args.device, **slots)
+    llm = LLM(args.model, dtype=args.dtype, device=args.device, **slots)
     paths = args.data or [_written(args, llm, recipe.seed)]
     # Those of the first file: more text may join a later run, and they stay unseen.
-    held_out = held_out_rows(Conversations.load(paths[0]), recipe.held_out, recipe.seed)
+    held_out = held_out_rows(Conversations.load(paths[0]), recipe.num_held_out, recipe.seed)
     data = Conversations.load(*paths)
     print(f"text: {len(data.token_ids)} conversations of {data.token_ids.shape[1]} tokens")
 
@@ -65,17 +62,16 @@ def make_head(args: argparse.Namespace, recipe: Recipe) -> None:
     else:
         module = new_module(llm.model, features.projection)
         vocab_ids = draft_vocabulary(data, recipe.vocab, llm.engine.runner.num_text_tokens)
-    head = llm.model.head.plain_weight[vocab_ids.to(llm.device)]
-    trainer = Trainer(module, llm.model, head, vocab_ids, data, features, held_out, recipe)
+    trainer = Trainer(module, llm.model, vocab_ids, data, features, held_out, recipe)
     history = trainer.run(work / "checkpoint.pt", f"{origin}, from {args.start}")
     out = args.out or work / "mtp.safetensors"
     card = {
         "recipe": json.dumps(asdict(recipe)),
         "text": f"{data.token_ids.size} tokens",
-        "held_out": describe(history[-1]),
+        "held_out": str(history[-1]),
     }
     save_mtp(out, module, llm.model_config, draft_ids=vocab_ids, metadata=card)
-    print(f"{describe(history[-1])}\nhead: {out}")
+    print(f"{history[-1]}\nhead: {out}")
 
 
 def _written(args: argparse.Namespace, llm: LLM, seed: int) -> Path:

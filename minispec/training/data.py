@@ -20,7 +20,7 @@ from zipfile import BadZipFile
 import numpy as np
 from tqdm.auto import tqdm
 
-from minispec.config import ConfigError, SamplingParams
+from minispec.config import ConfigError, SamplingParams, check_number
 from minispec.core import Request
 from minispec.llm import LLM
 
@@ -61,7 +61,7 @@ class Conversations(NamedTuple):
 
     @classmethod
     def load(cls, *paths: Path) -> Conversations:
-        """Read files of one length, one after another. Raises ConfigError when one is missing or of another shape."""
+        """Read files of one length, one after another. Raises ConfigError when one is missing or misshaped."""
         parts = []
         for path in paths:
             try:
@@ -69,6 +69,9 @@ class Conversations(NamedTuple):
                     parts.append(cls(*(file[name] for name in cls._fields)))
             except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
                 raise ConfigError(f"{path} does not hold token_ids, answer_mask and temperature: {error}") from error
+            shapes = [array.shape for array in parts[-1]]
+            if len(shapes[0]) != 2 or shapes != [shapes[0], shapes[0], shapes[0][:1]]:
+                raise ConfigError(f"{path}: token_ids, answer_mask and temperature have shapes {shapes}")
         lengths = {part.token_ids.shape[1] for part in parts}
         if len(lengths) != 1:
             raise ConfigError(f"the conversations must have one length, got {sorted(lengths)}")
@@ -151,9 +154,11 @@ def write_conversations(
     """Let the model talk with itself: `count` conversations of `length` tokens each, in the order of their ends.
 
     question_tokens: most tokens of a user's turn. The engine is kept full: when a conversation is complete, the next
-    one starts. Raises ConfigError when the model has no usable chat template, or `length` leaves no room for a
-    question in the frame.
+    one starts. Raises ConfigError when the model has no usable chat template, a number is below 1, or `length` leaves
+    no room for a question in the frame.
     """
+    check_number("conversations", count, 1, integer=True)
+    check_number("question_tokens", question_tokens, 1, integer=True)
     frame, rng = Frame.of(llm), np.random.default_rng(seed)
     openings = [llm.tokenizer.encode(text, add_special_tokens=False) for text in OPENINGS]
     least = len(frame.opening) + max(map(len, openings)) + 1

@@ -14,8 +14,6 @@ Taught in notebook 14 (how the head was made).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,11 +21,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
 from minispec.config import ConfigError
-from minispec.models.llama import CausalLM
+from minispec.models.llama import Attend, CausalLM
 from minispec.training.data import Conversations
 
 TOP = 8
@@ -53,12 +51,11 @@ class Features(NamedTuple):
         """Raises ConfigError when the file is damaged or belongs to other text or another model."""
         try:
             with safe_open(path, framework="pt") as file:
-                made_of = file.metadata()["origin"]
+                if (made_of := file.metadata()["origin"]) != origin:
+                    raise ConfigError(f"{path} belongs to {made_of}, not to {origin}: use another folder")
+                return cls(*map(file.get_tensor, cls._fields))
         except (SafetensorError, OSError, TypeError, KeyError) as error:
             raise ConfigError(f"{path} is not a complete file of features ({error}): remove it") from error
-        if made_of != origin:
-            raise ConfigError(f"{path} belongs to {made_of}, not to {origin}: use another folder")
-        return cls(**load_file(path))
 
 
 def spoken_next(data: Conversations) -> np.ndarray:
@@ -68,12 +65,15 @@ def spoken_next(data: Conversations) -> np.ndarray:
 
 @torch.inference_mode()
 def compute_features(
-    model: CausalLM, data: Conversations, held_out: np.ndarray, *, batch: int = 8, progress: bool = True
+    model: CausalLM, data: Conversations, held_out: np.ndarray, *, batch_size: int = 8, progress: bool = True
 ) -> Features:
-    """Prefill all conversations, `batch` at a time. The projection is fitted without the rows of `held_out`.
+    """Prefill all conversations, `batch_size` at a time. The projection is fitted without the rows of `held_out`.
 
-    Raises ConfigError when the assistant never speaks in the others.
+    Raises ConfigError when the text has ids that the model lacks, or the assistant never speaks in what is not held
+    out.
     """
+    if (largest := data.token_ids.max()) >= model.config.vocab_size:
+        raise ConfigError(f"the text has token id {largest}; the model has 0 to {model.config.vocab_size - 1}")
     count, length = data.token_ids.shape
     weight = model.embedding.weight
     hidden = torch.empty(count, length, model.config.hidden_size, dtype=weight.dtype)
@@ -85,15 +85,16 @@ def compute_features(
     if not learnt.any():
         raise ConfigError(f"the assistant says nothing in {count} conversations of {length} tokens: make them longer")
     fit = LinearFit(2 * model.config.hidden_size, model.config.hidden_size, weight.device)
-    for start in tqdm(range(0, count, batch), desc="reading the target's mind", disable=not progress):
-        rows = slice(start, min(start + batch, count))
+    last_input: list[torch.Tensor] = []  # what the last layer reads
+    for start in tqdm(range(0, count, batch_size), desc="reading the target's mind", disable=not progress):
+        rows = slice(start, min(start + batch_size, count))
         ids = torch.from_numpy(data.token_ids[rows].astype(np.int64)).to(weight.device)
-        with _input_of(model.layers[-1]) as last_input:
+        with model.layers[-1].register_forward_pre_hook(lambda _, args: last_input.append(args[0])):
             states = model.forward(ids.flatten(), positions_of(ids), causal_attend(len(ids)))
-        states, last_input = states.view(len(ids), length, -1), last_input[0].view(len(ids), length, -1)
+        states, read = (x.view(len(ids), length, -1) for x in (states, last_input.pop()))
         here = learnt[rows, 1:].to(states.device)
         inputs = torch.cat((_normed(model.embedding(ids[:, 1:])[here]), _normed(states[:, :-1][here])), -1)
-        fit.add(inputs, last_input[:, 1:][here].float())
+        fit.add(inputs, read[:, 1:][here].float())
         hidden[rows] = states
         logits = model.logits(states[wanted[rows].to(states.device)])
         best = logits.topk(TOP, -1)
@@ -122,17 +123,6 @@ class LinearFit:
         return torch.linalg.solve(xx, self.xy.double() / self.rows).T.float().contiguous().cpu()
 
 
-@contextmanager
-def _input_of(layer: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """While open, the list holds what the layer read last."""
-    seen: list[torch.Tensor] = []
-    handle = layer.register_forward_pre_hook(lambda _, args: seen.__setitem__(slice(None), args[:1]))
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
 def _normed(x: torch.Tensor) -> torch.Tensor:
     """x [..., H] scaled to mean square 1, as a fresh norm of the module does."""
     return F.rms_norm(x.float(), x.shape[-1:], eps=1e-6)
@@ -143,11 +133,12 @@ def positions_of(ids: torch.Tensor) -> torch.Tensor:
     return torch.arange(ids.shape[1], device=ids.device).repeat(len(ids))
 
 
-def causal_attend(batch: int):
-    """`attend` (see models.llama) for `batch` conversations of equal length, packed one after another."""
+def causal_attend(batch_size: int) -> Attend:
+    """An `attend` for B = `batch_size` conversations of L tokens each: q [B * L, Hq, D], k and v [B * L, Hkv, D] ->
+    [B * L, Hq, D], each row over the rows of its own conversation up to itself."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))  # [B, heads, L, D]
+        q, k, v = (x.unflatten(0, (batch_size, -1)).transpose(1, 2) for x in (q, k, v))  # [B, heads, L, D]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
 

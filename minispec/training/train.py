@@ -10,10 +10,7 @@ Taught in notebook 14 (how the head was made).
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +24,7 @@ from minispec.models.loading import read_safetensors
 from minispec.models.mtp import MTPModule, load_mtp
 from minispec.training.data import Conversations
 from minispec.training.features import Features, spoken_next
-from minispec.training.unroll import Batch, acceptance, unroll
-
-log = logging.getLogger(__name__)
+from minispec.training.unroll import Batch, DepthResult, acceptance, unroll
 
 
 @dataclass(frozen=True)
@@ -37,41 +32,47 @@ class Recipe:
     """Everything that decides the result, besides the text.
 
     depths: drafts unrolled. depth1_share: part of the steps that train depth 1 only. depth_decay: weight of each
-    depth's loss relative to the one before. steps x batch conversations are read; `lr` is Muon's and falls to 0
-    linearly, that of the norms is lr / 10. vocab: size of the draft vocabulary. held_out: greedy conversations kept
-    for measuring. evaluate_every: steps. Raises ConfigError for a number out of range.
+    depth's loss relative to the one before. steps x batch_size conversations are read; `lr` is Muon's and falls to 0
+    linearly, that of the norms is lr / 10. vocab: size of the draft vocabulary. num_held_out: greedy conversations
+    kept for measuring. evaluate_every: steps. Raises ConfigError for a number out of range.
     """
 
     depths: int = 3
     depth1_share: float = 0.5
     depth_decay: float = 0.8
     steps: int = 1000
-    batch: int = 16
+    batch_size: int = 16
     lr: float = 0.02
     warmup: int = 20
     weight_decay: float = 0.05
     vocab: int = 8192
-    held_out: int = 64
+    num_held_out: int = 64
     evaluate_every: int = 100
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("depths", "steps", "batch", "warmup", "vocab", "held_out", "evaluate_every"):
+        for name in ("depths", "steps", "batch_size", "warmup", "vocab", "num_held_out", "evaluate_every"):
             check_number(name, getattr(self, name), 1, integer=True)
+        check_number("seed", self.seed, 0, integer=True)
         for name in ("depth1_share", "depth_decay"):
             check_number(name, getattr(self, name), 0, 1)
-        for name in ("lr", "weight_decay", "seed"):
+        for name in ("lr", "weight_decay"):
             check_number(name, getattr(self, name), 0)
 
 
 @dataclass
-class Progress:
-    """One evaluation: agreement with the target's greedy choice per depth, and the acceptance length of chains."""
+class Evaluation:
+    """loss: of depth 1, a running mean over the steps before. On the held-out text: agreement with the target's greedy
+    choice per depth, and the acceptance length of chains."""
 
     step: int
     loss: float
     agreement: list[float]
     length: float
+
+    def __str__(self) -> str:
+        depths = " / ".join(f"{a:.3f}" for a in self.agreement)
+        return f"step {self.step}: loss {self.loss:.3f}, agreement by depth {depths}, length {self.length:.2f}"
 
 
 def draft_vocabulary(data: Conversations, size: int, vocab_size: int) -> torch.Tensor:
@@ -95,12 +96,13 @@ def new_module(target: CausalLM, projection: torch.Tensor) -> MTPModule:
 def module_from_head(path: Path, target: CausalLM) -> tuple[MTPModule, torch.Tensor]:
     """(a float32 module to go on from, its draft vocabulary) out of a head file.
 
-    Raises ModelLoadError, or ConfigError when it holds several modules or no draft vocabulary.
+    Raises ModelLoadError, or ConfigError when it holds several modules, one of MiMo's or no draft vocabulary.
     """
     device = target.norm.weight.device
     loaded = load_mtp(read_safetensors(path), target, dtype=torch.float32, device=device)
-    if len(loaded.modules) != 1 or loaded.draft_ids is None:
-        raise ConfigError(f"{path} must hold one MTP module and its draft vocabulary (d2t) to be trained further")
+    if len(loaded.modules) != 1 or loaded.modules[0].hidden_first or loaded.draft_ids is None:
+        wanted = "one MTP module under DeepSeek's names and its draft vocabulary (d2t)"
+        raise ConfigError(f"{path} must hold {wanted} to be trained further")
     module = MTPModule(target.config, dtype=torch.float32, device=device)
     with torch.no_grad():
         _copy(loaded.modules[0], module)
@@ -118,97 +120,90 @@ def _copy(source: torch.nn.Module, into: torch.nn.Module) -> None:
 class Trainer:
     """Trains `module` in place.
 
-    head [V', H]: the target's head rows of `vocab_ids` (int64 [V']). held_out: conversations that only measure.
-    Raises ConfigError when the rest is less than a batch.
+    vocab_ids: int64 [V'], what it may draft. held_out: conversations that only measure.
+    Raises ConfigError when the others are less than a batch.
     """
 
     def __init__(
         self,
         module: MTPModule,
         target: CausalLM,
-        head: torch.Tensor,
         vocab_ids: torch.Tensor,
         data: Conversations,
         features: Features,
         held_out: np.ndarray,
         recipe: Recipe,
     ) -> None:
-        self.module, self.target, self.head, self.recipe = module, target, head, recipe
+        self.module, self.target, self.recipe = module, target, recipe
         self.data, self.features, self.spoken = data, features, spoken_next(data)
+        self.head = target.head.plain_weight[vocab_ids.to(target.norm.weight.device)]  # [V', H]
         self.to_draft = torch.full((target.config.vocab_size,), -1)
         self.to_draft[vocab_ids] = torch.arange(len(vocab_ids))
         self.held_out = held_out
-        self.train_rows = np.setdiff1d(np.arange(len(data.token_ids)), self.held_out)
-        if len(self.train_rows) < recipe.batch:
-            raise ConfigError(
-                f"{len(self.train_rows)} conversations to learn from are less than a batch of {recipe.batch}"
-            )
+        self.train_rows = np.setdiff1d(np.arange(len(data.token_ids)), held_out)
+        if (count := len(self.train_rows)) < recipe.batch_size:
+            raise ConfigError(f"{count} conversations to learn from are less than a batch of {recipe.batch_size}")
         matrices = [p for p in module.parameters() if p.ndim == 2]
         others = [p for p in module.parameters() if p.ndim != 2]
+        # _train sets their learning rates before each step.
         self.optimizers = [
-            torch.optim.Muon(matrices, lr=recipe.lr, weight_decay=recipe.weight_decay),
-            torch.optim.AdamW(others, lr=recipe.lr / 10, weight_decay=0.0),
+            torch.optim.Muon(matrices, weight_decay=recipe.weight_decay),
+            torch.optim.AdamW(others, weight_decay=0.0),
         ]
         self.step = 0
-        self.history: list[Progress] = []
+        self.history: list[Evaluation] = []
 
-    def run(self, checkpoint: Path | None = None, origin: str = "", *, progress: bool = True) -> list[Progress]:
+    def run(self, checkpoint: Path | None = None, origin: str = "", *, progress: bool = True) -> list[Evaluation]:
         """Train to the end of the recipe, from `checkpoint` if that file exists; it is written at each evaluation.
 
-        origin: what the module learns from. Raises ConfigError when the checkpoint is damaged or has another recipe or
-        origin, FloatingPointError when the loss is not finite.
+        origin: what the module learns from. progress: show a bar and the evaluations. Raises ConfigError when the
+        checkpoint is damaged or has another recipe or origin, FloatingPointError when the loss is not finite.
         """
-        self.identity = f"{self.recipe!r} on {origin}"
+        recipe = self.recipe
+        identity = f"{recipe!r} on {origin}"
         if checkpoint is not None and checkpoint.is_file():
-            self._resume(checkpoint)
-        bar = tqdm(total=self.recipe.steps, initial=self.step, desc="training", unit=" steps", disable=not progress)
-        batches = self._batches()
-        total = 0.0
-        with bar:
-            while self.step < self.recipe.steps:
-                loss = self._train(next(batches))
-                total = loss if total == 0.0 else 0.95 * total + 0.05 * loss
+            self._resume(checkpoint, identity)
+        mean = self.history[-1].loss if self.history else None
+        with tqdm(total=recipe.steps, initial=self.step, desc="training", unit=" steps", disable=not progress) as bar:
+            while self.step < recipe.steps:
+                loss = self._train(self.batch_of(self._next_rows()))
+                mean = loss if mean is None else 0.95 * mean + 0.05 * loss
                 self.step += 1
                 bar.update()
-                bar.set_postfix(loss=f"{total:.3f}")
-                if self.step % self.recipe.evaluate_every == 0 or self.step == self.recipe.steps:
-                    agreement, length = self.evaluate()
-                    self.history.append(Progress(self.step, total, agreement, length))
-                    bar.write(describe(self.history[-1]))
+                bar.set_postfix(loss=f"{mean:.3f}")
+                if self.step % recipe.evaluate_every == 0 or self.step == recipe.steps:
+                    self.history.append(Evaluation(self.step, mean, *self.evaluate()))
+                    if progress:
+                        bar.write(str(self.history[-1]))
                     if checkpoint is not None:
-                        self._save(checkpoint)
+                        self._save(checkpoint, identity)
         return self.history
 
     @torch.no_grad()
     def evaluate(self) -> tuple[list[float], float]:
         """(agreement per depth, acceptance length) on the held-out conversations."""
-        results = None
-        for rows in np.array_split(self.held_out, max(1, len(self.held_out) // self.recipe.batch)):
-            part = unroll(self.module, self.target, self.head, self.batch(rows), self.recipe.depths, self.head.dtype)
-            results = part if results is None else [a.joined(b) for a, b in zip(results, part, strict=True)]
-        return acceptance(results)
+        parts = np.array_split(self.held_out, max(1, len(self.held_out) // self.recipe.batch_size))
+        depths = self.recipe.depths
+        results = (unroll(self.module, self.target, self.head, self.batch_of(rows), depths) for rows in parts)
+        by_depth = zip(*results, strict=True)
+        return acceptance([DepthResult(*map(torch.cat, zip(*depth, strict=True))) for depth in by_depth])
 
-    def batch(self, rows: np.ndarray) -> Batch:
+    def batch_of(self, rows: np.ndarray) -> Batch:
         """The conversations of these numbers, on the head's device."""
         rows = np.sort(rows)
-        features = self.features
-        ids = self.to_draft[features.top_ids[rows].long()]  # [B, L, TOP], -1 outside the draft vocabulary
-        probs = torch.where(ids >= 0, features.top_probs[rows].float(), 0.0)
+        ids = self.to_draft[self.features.top_ids[rows].long()]  # [B, L, TOP], -1 outside the draft vocabulary
+        probs = torch.where(ids >= 0, self.features.top_probs[rows].float(), 0.0)
         tokens = torch.from_numpy(self.data.token_ids[rows].astype(np.int64))
         spoken = torch.from_numpy(self.spoken[rows])
-        parts = tokens, features.hidden[rows], spoken, ids[..., 0], ids.clamp(min=0), probs
+        parts = tokens, self.features.hidden[rows], spoken, ids[..., 0], ids.clamp(min=0), probs
         return Batch(*(part.to(self.head.device) for part in parts))
 
-    def _batches(self) -> Iterator[Batch]:
-        """Epochs in an order that depends on the seed alone, from the present step on."""
-        size = self.recipe.batch
-        per_epoch = len(self.train_rows) // size
-        position = self.step
-        while True:
-            epoch, place = divmod(position, per_epoch)
-            order = np.random.default_rng([self.recipe.seed, epoch]).permutation(self.train_rows)
-            yield self.batch(order[place * size : (place + 1) * size])
-            position += 1
+    def _next_rows(self) -> np.ndarray:
+        """Conversations of this step; the order of each epoch depends on the seed alone."""
+        size = self.recipe.batch_size
+        epoch, place = divmod(self.step, len(self.train_rows) // size)
+        order = np.random.default_rng([self.recipe.seed, epoch]).permutation(self.train_rows)
+        return order[place * size : (place + 1) * size]
 
     def _train(self, batch: Batch) -> float:
         recipe = self.recipe
@@ -217,7 +212,7 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = base * factor
         depths = 1 if self.step < recipe.depth1_share * recipe.steps else recipe.depths
-        results = unroll(self.module, self.target, self.head, batch, depths, self.head.dtype)
+        results = unroll(self.module, self.target, self.head, batch, depths)
         weights = [recipe.depth_decay**k for k in range(depths)]
         loss = sum(w * r.loss for w, r in zip(weights, results, strict=True)) / sum(weights)
         if not torch.isfinite(loss):
@@ -228,32 +223,26 @@ class Trainer:
             optimizer.zero_grad()
         return results[0].loss.item()
 
-    def _save(self, path: Path) -> None:
+    def _save(self, path: Path, identity: str) -> None:
         state = {
             "module": self.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "step": self.step,
-            "history": json.dumps([vars(entry) for entry in self.history]),
-            "identity": self.identity,
+            "history": [asdict(entry) for entry in self.history],
+            "identity": identity,
         }
         torch.save(state, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
 
-    def _resume(self, path: Path) -> None:
+    def _resume(self, path: Path, identity: str) -> None:
         try:
             state = torch.load(path, map_location=self.head.device, weights_only=True)
         except Exception as error:  # torch raises many kinds for a damaged file
             raise ConfigError(f"{path} is not a complete checkpoint ({error}): remove it") from error
-        if state["identity"] != self.identity:
-            raise ConfigError(f"{path} was made by {state['identity']}, not by {self.identity}: use another folder")
+        if state["identity"] != identity:
+            raise ConfigError(f"{path} was made by {state['identity']}, not by {identity}: use another folder")
         self.module.load_state_dict(state["module"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step = state["step"]
-        self.history = [Progress(**entry) for entry in json.loads(state["history"])]
-
-
-def describe(entry: Progress) -> str:
-    """One line for people."""
-    depths = " / ".join(f"{a:.3f}" for a in entry.agreement)
-    return f"step {entry.step}: loss {entry.loss:.3f}, agreement by depth {depths}, length {entry.length:.2f}"
+        self.history = [Evaluation(**entry) for entry in state["history"]]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.func import functional_call
 
-from minispec.models.llama import CausalLM
+from minispec.models.llama import Attend, CausalLM
 from minispec.models.mtp import MTPModule
 from minispec.training.features import positions_of
 
@@ -45,23 +45,25 @@ class Batch(NamedTuple):
 
 
 class DepthResult(NamedTuple):
-    """loss: mean cross-entropy in nats. learnt, right: bool [B, L - 1], rows that count and rows whose argmax is the
-    target's. Row i reads token i + 1."""
+    """learnt, right: bool [B, L - 1], rows that count and rows whose argmax is the target's; row i reads token i + 1.
+    losses: cross-entropy in nats of the rows that count."""
 
-    loss: torch.Tensor
+    losses: torch.Tensor
     learnt: torch.Tensor
     right: torch.Tensor
 
-    def joined(self, other: DepthResult) -> DepthResult:
-        """The rows of both; the loss is left at this one's."""
-        rows = (torch.cat(pair) for pair in zip(self[1:], other[1:], strict=True))
-        return DepthResult(self.loss, *rows)
+    @property
+    def loss(self) -> torch.Tensor:
+        """The mean, 0 if no row counts."""
+        return self.losses.sum() / max(1, len(self.losses))
 
 
-def unroll(
-    module: MTPModule, target: CausalLM, head: torch.Tensor, batch: Batch, depths: int, dtype: torch.dtype
-) -> list[DepthResult]:
-    """Draft `depths` tokens from every position. head [V', H] frozen. Gradients reach the module's parameters."""
+def unroll(module: MTPModule, target: CausalLM, head: torch.Tensor, batch: Batch, depths: int) -> list[DepthResult]:
+    """Draft `depths` tokens from every position, in the dtype of `head` ([V', H], frozen): one result per depth.
+
+    Gradients reach the module's parameters, whatever their dtype.
+    """
+    dtype = head.dtype
     B, rows = len(batch.token_ids), batch.token_ids.shape[1] - 1
     weights = {name: p.to(dtype) for name, p in module.named_parameters()}
     tokens = batch.token_ids[:, 1:]
@@ -79,7 +81,7 @@ def unroll(
         losses, best = HeadLoss.apply(state[learnt], head, ids[learnt], probs[learnt])
         right = torch.zeros_like(learnt)
         right[learnt] = best == label[learnt]
-        results.append(DepthResult(losses.sum() / max(1, len(losses)), learnt, right))
+        results.append(DepthResult(losses, learnt, right))
         state = torch.cat((torch.zeros_like(state[:, :1]), state[:, :-1]), 1)  # row p reads the state of p - 1
     return results
 
@@ -103,19 +105,20 @@ def acceptance(results: list[DepthResult]) -> tuple[list[float], float]:
 class UnrolledAttention:
     """Attention of all depths over B conversations of L rows; keeps the K/V of the depths before."""
 
-    def __init__(self, batch: int, rows: int, device: torch.device) -> None:
-        self.batch = batch
+    def __init__(self, batch_size: int, rows: int, device: torch.device) -> None:
+        self.batch_size = batch_size
         index = torch.arange(rows, device=device)
         self.age = index[:, None] - index  # [L, L] how far key j lies before query i
         self.keys: list[torch.Tensor] = []  # one per depth, [B, Hkv, 1, L, D]
         self.values: list[torch.Tensor] = []
 
-    def at(self, depth: int):
-        """The `attend` (see models.llama) of one depth; depths must be run in order."""
+    def at(self, depth: int) -> Attend:
+        """The `attend` of one depth, from 1: q [B * L, Hq, D], k and v [B * L, Hkv, D] -> [B * L, Hq, D]. To be called
+        once for each depth in order, as each reads the K/V of the ones before."""
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             num_kv = k.shape[1]
-            q, k, v = (x.unflatten(0, (self.batch, -1)).transpose(1, 2) for x in (q, k, v))  # [B, heads, L, D]
+            q, k, v = (x.unflatten(0, (self.batch_size, -1)).transpose(1, 2) for x in (q, k, v))  # [B, heads, L, D]
             q = q.unflatten(1, (num_kv, -1)) * q.shape[-1] ** -0.5  # [B, Hkv, G, L, D]
             self.keys.append(k[:, :, None])
             self.values.append(v[:, :, None])
@@ -142,12 +145,14 @@ def _delayed(x: torch.Tensor, rows: int) -> torch.Tensor:
 class HeadLoss(torch.autograd.Function):
     """Cross-entropy of the target's likeliest tokens under softmax(state @ head.T), with a head that does not learn.
 
-    states [n, H], head [V', H], ids [n, TOP], probs [n, TOP] -> losses [n], argmax [n]. What probs lack to 1 is not
-    learnt. The gradient is computed along the way, in blocks of rows, so [n, V'] never exists as a whole.
+    states [n, H], head [V', H], ids [n, TOP], probs [n, TOP] -> losses float32 [n], argmax int64 [n]. What probs lack
+    to 1 is not learnt. The gradient is computed along the way, in blocks of rows, so [n, V'] never exists as a whole.
     """
 
     @staticmethod
-    def forward(ctx, states: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor):
+    def forward(
+        ctx, states: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         losses, best, grads = [], [], []
         for block, wanted, p in zip(states.split(LOSS_ROWS), ids.split(LOSS_ROWS), probs.split(LOSS_ROWS), strict=True):
             logits = (block @ head.T).float()
@@ -162,6 +167,7 @@ class HeadLoss(torch.autograd.Function):
         return torch.cat(losses), best
 
     @staticmethod
-    def backward(ctx, by_loss: torch.Tensor, _by_best: torch.Tensor):
+    def backward(ctx, by_loss: torch.Tensor, _by_best: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        """by_loss [n] -> the gradient by states [n, H]."""
         (grads,) = ctx.saved_tensors
         return (by_loss[:, None] * grads).to(grads.dtype), None, None, None
