@@ -110,9 +110,9 @@ def load_mtp(
 
     tensors: (name, tensor) pairs of the whole checkpoint or of a separate head file; others are passed over.
     quantization: "int8" or "fp8" for the modules and a copy of the head, see `linear.quantize`.
-    Raises ModelLoadError when there are none (NoMTPModule), when they do not follow each other from their family's first
-    number on, when one is incomplete or of another shape than the target's, or when d2t does not lead to different ids
-    of the target.
+    Raises ModelLoadError when there are none (NoMTPModule), when they do not follow each other from their family's
+    first number on, when one is incomplete or of another shape than the target's, or when d2t does not lead to
+    different ids of the target.
     """
     found: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
     draft_ids, num_layers = None, target.config.num_layers

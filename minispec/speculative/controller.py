@@ -70,7 +70,7 @@ class _State:
     resume: int = 0  # number of the step from which it may draft
     paused_for: str = ""
     fallbacks: int = 0
-    last: int = 0  # number of the step that drafted for it last
+    last_turn: int = 0  # see Controller._in_turn
     verified: int = 0
 
 
@@ -95,7 +95,7 @@ class Controller:
         self._kinds: dict[tuple[str, int], Acceptance] = {}
         self._copies: dict[Request, Draft] = {}  # of this step, where they were looked up to decide
         self._kind: dict[Request, int] = {}
-        self._step = 0
+        self._step = self._turns = 0
         self._drafting = True  # whether the latest decision was to draft
         self._since_switch = 0  # steps, or since the latest probe
         self._next_baseline = 2  # number of the step from which a plain one may be measured
@@ -165,11 +165,15 @@ class Controller:
         return state.paused_for if self._step < state.resume else ""
 
     def _in_turn(self, rows: list[Row]) -> list[Row]:
-        """Those that must wait, because verification_batch_size others drafted longer ago."""
+        """Those that must wait, because verification_batch_size others had their turn longer ago."""
         most = self.config.verification_batch_size
         if most is None or len(rows) <= most:
             return []
-        return sorted(rows, key=lambda row: self._state(row.request).last)[most:]
+        queue = sorted(rows, key=lambda row: self._state(row.request).last_turn)
+        for row in queue[:most]:
+            self._turns += 1
+            self._state(row.request).last_turn = self._turns
+        return queue[most:]
 
     def _cap(self, request: Request) -> int:
         own = request.params.candidate_length
@@ -234,7 +238,7 @@ class Controller:
             row.drafter = (self.copier if use_copy or not model_on else self.model).name
             lengths.append(min(max(length, least), cap, budget))
             budget -= lengths[-1]
-            self.metrics.explorations += explored[b] and lengths[-1] > 0
+            self.metrics.explorations += bool(explored[b] and lengths[-1])
             self._count("probe" if probing else "gain")
         return lengths
 
@@ -313,7 +317,7 @@ class Controller:
         window = state.windows.setdefault(row.drafter, Acceptance(self.config.acceptance_window))
         window.record(drafted, accepted)
         self._kind_window(row.request, row.drafter).record(drafted, accepted)
-        state.last, state.verified = self._step, state.verified + 1
+        state.verified += 1
         state.rejections = 0 if accepted else state.rejections + 1
         self._steer(state, window)
 

@@ -13,6 +13,7 @@ import numpy as np
 
 FORGET = 0.98  # weight that a measurement keeps in the line with each later one: about the last 50 count
 FADE = 0.998  # the same of a measurement in its own bucket, with each later one in any
+BUCKET_WEIGHT = 30  # most measurements that a bucket's mean stands for: it follows when the machine changes
 PRIOR_ROWS = 32  # until it is measured, a forward of so many more rows is taken to last twice as long
 PRIOR_WEIGHT = 4.0  # rows squared, against the variance of the rows that were measured
 WARM_UP = 2  # first measurements that are left out: memory is touched for the first time
@@ -50,7 +51,7 @@ class RowCost:
         if self.known:
             seconds = min(seconds, OUTLIER * self.seconds(np.array([rows]))[0])
         self._sums = FORGET * self._sums + np.array([1.0, rows, seconds, rows * rows, rows * seconds])
-        weight = self.weight(rows) + 1
+        weight = min(self.weight(rows) + 1, BUCKET_WEIGHT)
         _, x, y, _ = self._buckets.get(bucket(rows), (0.0, rows, seconds, 0))
         mean = x + (rows - x) / weight, y + (seconds - y) / weight
         self._buckets[bucket(rows)] = (weight, *mean, self.count)
