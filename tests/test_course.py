@@ -797,3 +797,84 @@ def test_the_hit_rate_picture_draws_each_curve_in_percent() -> None:
         [[64, 0], [128, 25]],
     ]
     assert legend(picture) == ["a", "b"] and len({curve.get_linestyle() for curve in curves}) == 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "wrong"),
+    [
+        (([1, 2, 3], [2, 3, 12], [12, 21, 22], [2, 21]), []),
+        (((3, 2, 1), {12, 3, 2}, np.array([22, 21, 12]), [21, 2]), []),
+        (([0, 1, 2], [2, 3, 12], [12, 21, 22], [2, 21]), [1]),  # from the beginning of a leaf
+        (([10, 11, 12], [10, 11, 12], [12, 21, 22], [2, 21]), [1, 2]),  # the latest instead of the oldest
+        (([1, 2, 3], [1, 2, 3], [0, 1, 12], [2, 21]), [2, 3]),  # a lock not seen; a parent by its child's age
+        (([1, 2, 3], [2, 3, 12], [12, 21, 22], [2, 13, 21]), [4]),  # always as many as asked for
+        ((3, "x", [None], [2, 21, 21]), [1, 2, 3, 4]),
+    ],
+)
+def test_the_eviction_exercise_judges_each_tree_and_hides_the_answer(said, answers, wrong) -> None:
+    check.nb07_ex1(*answers)
+    lines = said()
+    for number, line in enumerate(lines, start=1):
+        assert line.startswith(f"exercise 1, tree {number}: ")
+        assert line.endswith("expected 'these slots'" if number in wrong else "ok (1 case)")
+    assert len(lines) == 4
+
+
+def test_half_an_answer_to_the_eviction_exercise_is_not_done(said) -> None:
+    check.nb07_ex1([1, 2, 3], ..., None, ...)
+    assert [line.split(": ")[1] for line in said()] == ["ok (1 case)", *["not done yet"] * 3]
+
+
+def test_the_eviction_trees_are_whole_and_the_same_at_each_call() -> None:
+    first, again = check.eviction_trees(), check.eviction_trees()
+    for tree in first:
+        tree.check_integrity()
+    first[0].evict(3)
+    assert [t.to_text() for t in again] == [t.to_text() for t in check.eviction_trees()]
+
+
+def commit(pool, request, *, freed=slice(None), unlock=True, point=True, keep=True):
+    """KVPool.commit_prefix in steps that can be left out. freed: which of the pages that others stored go back."""
+    row, size, old = pool.table.row(request.table_row), pool.page_size, request.tree_len
+    whole = request.kv_len // size * size if keep else 0
+    node, present = pool.tree.insert(request.tokens[:whole], row[:whole])
+    pool.allocator.free((row[old : len(present)][::size] // size)[freed])
+    if point:
+        row[: len(present)] = present
+    pool.tree.lock(node)
+    if unlock:
+        pool.tree.unlock(request.node)
+    request.node, request.tree_len = node, whole
+
+
+COMMIT_MISTAKES = {
+    "pages of others' copies lost": {"freed": slice(0, 0)},
+    "the first page lost": {"freed": slice(1, None)},
+    "the last page lost": {"freed": slice(0, -1)},
+    "the row still names its old pages": {"point": False},
+    "a lock too many": {"unlock": False},
+    "nothing kept": {"keep": False},
+}
+
+
+@pytest.mark.parametrize("mistake", COMMIT_MISTAKES)
+def test_the_leak_exercise_finds_the_usual_mistakes(said, mistake) -> None:
+    check.nb07_ex2(commit)
+    check.nb07_ex2(lambda pool, request: commit(pool, request, **COMMIT_MISTAKES[mistake]))
+    right, wrong = said()
+    assert right == "exercise 2: ok (60 cases)" and "at once, pages of" in wrong and "expected [[" in wrong
+
+
+def test_the_leak_exercise_finds_pages_given_back_that_the_tree_owns(said) -> None:
+    def frees_all(pool, request):
+        row, size = pool.table.row(request.table_row), pool.page_size
+        whole = request.kv_len // size * size
+        node, present = pool.tree.insert(request.tokens[:whole], row[:whole])
+        pool.allocator.free(row[: len(present)][::size] // size)  # also what was the tree's before
+        row[: len(present)] = present
+        pool.tree.lock(node)
+        pool.tree.unlock(request.node)
+        request.node, request.tree_len = node, whole
+
+    check.nb07_ex2(frees_all)
+    assert "raises AssertionError" in said()[0]

@@ -6,12 +6,16 @@ Does not know: how to solve anything.
 
 from __future__ import annotations
 
+import functools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from minispec.config import SamplingParams
+from minispec.core import Request
 from minispec.course.check.judge import Case, judge
+from minispec.kv.pool import KVPool
 from minispec.kv.radix import RadixNode, RadixTree
 
 
@@ -81,3 +85,78 @@ def _spelled(node: dict) -> str:
     """{[1, 2]: {[3], [1, 1]}}: keys only."""
     below = ", ".join(map(_spelled, node["children"].values()))
     return (f"{node['key']}: {{{below}}}" if below else f"{node['key']}") if node["key"] else f"root {{{below}}}"
+
+
+# 07 Locks, eviction, hit rate --------------------------------------------------------------------------------------
+
+EVICTIONS = (  # inserted one after the other; matched after that; held
+    (([1, 2, 3, 4], [7, 8, 9]), (), ()),
+    (([1, 2, 3, 4], [7, 8, 9]), (), ([1, 2],)),
+    (([1, 2], [1, 2, 3], [7, 8, 9]), ([1, 2],), ()),
+    (([1, 2, 3], [1, 2, 4, 5], [1, 6]), (), ([1, 2, 4, 5],)),
+)
+
+
+def eviction_trees() -> list[RadixTree]:
+    """Four small trees with pages of one token, the same at each call."""
+    trees = []
+    for inserted, matched, held in EVICTIONS:
+        tree = RadixTree(page_size=1)
+        for number, ids in enumerate(inserted):
+            tree.insert(ids, range(10 * number, 10 * number + len(ids)))
+        for ids in matched:
+            tree.match(ids)
+        for ids in held:
+            tree.lock(tree.match(ids).node)
+        trees.append(tree)
+    return trees
+
+
+def nb07_ex1(tree_1: list[int], tree_2: list[int], tree_3: list[int], tree_4: list[int]) -> None:
+    """For each of `eviction_trees`: the slots, in any order, that evict(num_pages=3) gives back."""
+    for number, (answer, tree) in enumerate(zip((tree_1, tree_2, tree_3, tree_4), eviction_trees(), strict=True), 1):
+        gone = sorted(tree.evict(3).tolist())
+
+        def verdict(slots: Any, gone: list[int] = gone) -> str:
+            return "these slots" if sorted(slots) == gone else f"not {slots}"
+
+        judge(f"exercise 1, tree {number}", _unseen(answer, verdict), [Case((), "these slots")])
+
+
+def nb07_ex2(commit_prefix: Callable[[KVPool, Request], None]) -> None:
+    """commit_prefix(pool, request) as the package's: whoever runs at the same time, no page is lost."""
+    rng, cases = random.Random(0), []
+    for number in range(60):
+        prompts = [rng.choices((1, 2), k=rng.randint(1, 1 + number // 3)) for _ in range(1 + number // 15)]
+        page_size = rng.choice((1, 2))
+        cases.append(
+            Case((prompts, page_size), _ledgers(prompts, page_size), f"{prompts} at once, pages of {page_size}")
+        )
+
+    @functools.wraps(commit_prefix)
+    def ledgers(prompts: list[list[int]], page_size: int) -> list[list[int]]:
+        return _ledgers(prompts, page_size, commit_prefix)
+
+    judge("exercise 2", ledgers, sorted(cases, key=lambda case: len(case.shown)))
+
+
+def _ledgers(
+    prompts: Sequence[list[int]], page_size: int, commit_prefix: Callable[[KVPool, Request], None] | None = None
+) -> list[list[int]]:
+    """Pages by owner after each event: all prompts come in, then each is read and stored, then each request ends."""
+    pool = KVPool(256, page_size, num_rows=len(prompts), max_len=32)
+    if commit_prefix:
+        pool.commit_prefix = functools.partial(commit_prefix, pool)
+    requests = [Request(f"request {i}", ids, SamplingParams(), seed=0, max_len=32) for i, ids in enumerate(prompts)]
+    for request in requests:
+        pool.admit(request)
+        pool.reserve(request, len(request.prompt))
+    found = []
+    for request in requests:
+        request.kv_len = len(request.prompt)
+        pool.commit_prefix(request)
+        found.append(list(pool.check_integrity(requests)))
+    for request in requests:
+        pool.release(request)
+        found.append(list(pool.check_integrity(requests)))
+    return found

@@ -172,7 +172,7 @@ def hit_rates(curves: Mapping[str, Mapping[int, float]], best: float) -> Picture
     picture = Picture("hit rate over pool size: " + ", ".join(curves))
     [ax] = picture.axes
     ax.axhline(100 * best, color=COLORS["ink"], linestyle=":", linewidth=1)
-    ax.text(min(next(iter(curves.values()))), 100 * best, f"a pool without end: {best:.0%}", va="bottom")
+    ax.text(min(next(iter(curves.values()))), 100 * best + 2, f"a pool without end: {best:.0%}", va="bottom")
     looks = zip((COLORS["prompt"], COLORS["output"], *OTHERS), ("-", "--", "-.", ":", "-"), "os^Dv", strict=True)
     for (label, curve), (color, dashes, marker) in zip(curves.items(), looks, strict=False):
         look = {"color": color, "linestyle": dashes, "marker": marker, "markeredgecolor": COLORS["ink"]}
