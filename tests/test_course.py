@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -733,6 +734,7 @@ def test_a_film_says_what_was_new_split_held_and_thrown_away(film) -> None:
     assert facts == {"ab": "split: 2 tokens, used 2", "cdef": "4 tokens, used 1", "x": "new: 1 token, used 2"}
     tree.lock(held)
     three = words_of(film.take("three"))
+    assert three[three.index("ab") + 1] == "2 tokens, used 2"  # not split again
     assert three.count("1") == 3 and "held, with its number of locks" in three  # two nodes, and the legend
     tree.evict(2)
     four = words_of(film.take("four"))
@@ -742,6 +744,15 @@ def test_a_film_says_what_was_new_split_held_and_thrown_away(film) -> None:
     )
     assert "ef" not in words_of(film.take("five"))
     assert len(film.frames) == 5 and len({frame.data for frame in film.frames}) == 5
+
+
+def test_a_film_shows_a_new_node_that_is_held_as_both(film) -> None:
+    film.tree.lock(insert(film.tree, "ab"))
+    insert(film.tree, "cd", slot=10)
+    rects = [r.attrib for r in svg_of(film.take("one")).iter("{http://www.w3.org/2000/svg}rect")]
+    new, held = figures.TREE_LOOKS["new"], figures.TREE_LOOKS["locked"]
+    looks = [(r["fill"], r["stroke"]) for r in rects if float(r["height"]) == 40][1:]  # without the root
+    assert sorted(looks) == sorted([(held[0], new[1]), (new[0], new[1])])
 
 
 def test_a_film_shows_a_whole_branch_that_was_thrown_away_as_it_was(film) -> None:
@@ -776,6 +787,8 @@ def test_a_tree_stays_inside_its_page_with_boxes_side_by_side(film, runs) -> Non
     for i, (x, y, w, h) in enumerate(boxes):
         assert 0 < x and x + w <= 880 and y + h <= float(size.get("height"))
         assert not any(x < a + c and a < x + w and y < b + d and b < y + h for a, b, c, d in boxes[:i])
+    lines = sorted((float(t.get("x")), float(t.get("y"))) for t in size.iter("{http://www.w3.org/2000/svg}text"))
+    assert all(b[0] > a[0] or b[1] - a[1] >= 13 for a, b in itertools.pairwise(lines))
     for mono in size.iter("{http://www.w3.org/2000/svg}text"):
         if "Mono" in mono.get("font-family"):
             left, width = float(mono.get("x")), 7.3 * len(mono.text)
@@ -863,6 +876,7 @@ def test_the_leak_exercise_finds_the_usual_mistakes(said, mistake) -> None:
     check.nb07_ex2(lambda pool, request: commit(pool, request, **COMMIT_MISTAKES[mistake]))
     right, wrong = said()
     assert right == "exercise 2: ok (60 cases)" and "at once, pages of" in wrong and "expected [[" in wrong
+    assert len(re.search(r"\((.*) at once", wrong)[1]) < 40  # a small case
 
 
 def test_the_leak_exercise_finds_pages_given_back_that_the_tree_owns(said) -> None:

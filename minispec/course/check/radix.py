@@ -151,12 +151,14 @@ def _ledgers(
     for request in requests:
         pool.admit(request)
         pool.reserve(request, len(request.prompt))
-    found = []
-    for request in requests:
+
+    def read(request: Request) -> None:
         request.kv_len = len(request.prompt)
         pool.commit_prefix(request)
-        found.append(list(pool.check_integrity(requests)))
-    for request in requests:
-        pool.release(request)
-        found.append(list(pool.check_integrity(requests)))
+
+    found = []
+    for event in (read, pool.release):
+        for request in requests:
+            event(request)
+            found.append(list(pool.check_integrity(requests)))
     return found

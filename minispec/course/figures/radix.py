@@ -23,14 +23,14 @@ TREE_LOOKS = {  # what a node is -> fill, border, width of the border
     "evicted": (COLORS["idle"], "#777777", 'stroke-width="1" stroke-dasharray="4 3"'),
 }
 
-Path = tuple[int, ...]
+Prefix = tuple[int, ...]
 
 
 @dataclass
 class Box:
     """A node of a drawing. `path` spells the tokens from the root to its end, and its own begin at `start`."""
 
-    path: Path
+    path: Prefix
     start: int
     note: str = ""  # what happened to it since the frame before
     used: int = 0
@@ -47,11 +47,10 @@ class Box:
         return f"{self.note + ': ' if self.note else ''}{tokens}{f', used {self.used}' if self.used else ''}"
 
     @property
-    def looks(self) -> list[str]:
-        """Keys of TREE_LOOKS."""
-        return ["locked" if self.locks else "cached"] * (self.note != "evicted") + [self.note] * (
-            self.note in TREE_LOOKS
-        )
+    def looks(self) -> tuple[str, str]:
+        """Keys of TREE_LOOKS: whose fill, whose border."""
+        state = "evicted" if self.note == "evicted" else "locked" if self.locks else "cached"
+        return state, self.note if self.note in TREE_LOOKS else state
 
 
 class TreeFilm:
@@ -64,7 +63,7 @@ class TreeFilm:
     def __init__(self, tree: RadixTree, decode: Callable[[list[int]], str]) -> None:
         self.tree, self.decode = tree, decode
         self.frames: list[SVG] = []
-        self._before: set[Path] = set()  # where the nodes of the last frame end
+        self._before: set[Prefix] = set()  # where the nodes of the last frame end
 
     def take(self, title: str) -> SVG:
         """Draw the tree as it is, and keep the drawing as the next frame."""
@@ -74,7 +73,7 @@ class TreeFilm:
         bottom = max([TOP, *(b.y for b in boxes.values())]) + height
         counts = f"{self.tree.num_evictable} evictable, {self.tree.num_locked} locked"
         parts = [
-            text(MARGIN, 24, " ".join(_lines(title, 72)[:1]), 13, more='font-weight="bold"'),
+            text(MARGIN, 24, _lines(title, 72)[0], 13, more='font-weight="bold"'),
             text(WIDTH - MARGIN, 24, counts, more='text-anchor="end"'),
             box(MARGIN, TOP, ROOT_W, height, COLORS["idle"]),
             text(MARGIN + 8, TOP + height / 2 + 4, "root", 12),
@@ -95,19 +94,19 @@ class TreeFilm:
             found.append(Box(path, len(path) - len(node.key), note, node.last_access, node.locks))
         return found
 
-    def _evicted(self, live: list[Path]) -> list[Box]:
+    def _evicted(self, live: list[Prefix]) -> list[Box]:
         """What the frame before had and the tree has no more, cut where the tree or another evicted part ends."""
         gone = [path for path in sorted(self._before, key=len) if not any(p[: len(path)] == path for p in live)]
         ends = [*live, *gone]
         starts = [max((len(e) for e in ends if len(e) < len(path) and path[: len(e)] == e), default=0) for path in gone]
         return [Box(path, start, "evicted") for path, start in zip(gone, starts, strict=True)]
 
-    def _place(self, boxes: Mapping[Path, Box]) -> float:
+    def _place(self, boxes: Mapping[Prefix, Box]) -> float:
         """Set the labels and places; return the height of all boxes.
 
         A child is right of its parent, the first child in its parent's line and others below.
         """
-        depth: dict[Path, int] = {}
+        depth: dict[Prefix, int] = {}
         for path in sorted(boxes):  # a parent comes right before its first child
             depth[path] = 1 + depth.get(path[: boxes[path].start], 0)
         room = (WIDTH - 2 * MARGIN - ROOT_W) / max(depth.values(), default=1) - GAP
@@ -126,12 +125,13 @@ class TreeFilm:
 
 
 def _drawn(b: Box, parent: Box | None, height: float) -> list[str]:
-    _, border, more = TREE_LOOKS[b.looks[-1]]
+    state, event = b.looks
+    _, border, more = TREE_LOOKS[event]
     ink = border if b.note == "evicted" else ""
     right, from_y = (parent.x + parent.width, parent.y) if parent else (MARGIN + ROOT_W, TOP)
     parts = [
         line(f"M{right:g},{from_y + height / 2:g} h{GAP / 2:g} V{b.y + height / 2:g} H{b.x:g}"),
-        box(b.x, b.y, b.width, height, TREE_LOOKS[b.looks[0]][0], border, more),
+        box(b.x, b.y, b.width, height, TREE_LOOKS[state][0], border, more),
         *(text(b.x + 8, b.y + 17 + LINE_H * i, part, 12, font=MONO, fill=ink) for i, part in enumerate(b.label)),
         text(b.x + 8, b.y + height - 8, b.facts, 10, fill=ink),
     ]
