@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import xml.etree.ElementTree as ElementTree
@@ -20,6 +21,7 @@ from minispec.core import TokenKind
 from minispec.course import check, figures, run_notebooks
 from minispec.course.check import Case, judge
 from minispec.engine import Engine
+from minispec.kv.radix import RadixTree
 from minispec.runner import ModelRunner
 from minispec.sampling.distribution import sample
 
@@ -639,3 +641,254 @@ def test_numbers_choose_a_notebook_with_its_solutions(tmp_path) -> None:
     assert names("01") == ["01_b.ipynb", "solutions/01_b.ipynb"]
     with pytest.raises(ValueError, match="no notebook '1'"):
         names("1")
+
+
+# Radix tree: notebooks 06 and 07 ---------------------------------------------------------------------------------
+
+TREE = "a bird\n  sings\n    in the tree\n    at night"
+
+
+@pytest.mark.parametrize(
+    "drawing",
+    [
+        TREE,
+        "\n" + TREE.replace("  ", "\t") + "\n\n",
+        "a bird\n  sings\n    at night\n    in the  tree",
+        "`- a bird\n   `- sings\n      +- at night\n      `- in the tree",
+    ],
+)
+def test_the_drawing_exercise_takes_any_order_and_indent(said, drawing) -> None:
+    check.nb06_ex1(drawing)
+    assert said() == ["exercise 1: ok (1 case)"]
+
+
+@pytest.mark.parametrize(
+    ("drawing", "complaint"),
+    [
+        ("a bird sings\n  in the tree\n  at night", "not node 'a bird sings'"),  # a match does not split
+        ("a bird\n  sings in the tree\n  sings at night", "not node 'sings in the tree'"),  # siblings that begin alike
+        ("a bird\nsings\n  in the tree\n  at night", "not node 'sings'"),  # at the root
+        (TREE + "\n  sings", "not node 'sings'"),  # twice
+        (TREE.replace("    at night", "  at night"), "not node 'at night'"),  # below the wrong one
+        (TREE.replace("\n    at night", ""), "a node is missing"),
+        (" ", "not done yet"),
+        (7, "not node '7'"),
+    ],
+)
+def test_the_drawing_exercise_names_the_first_wrong_node_and_not_the_right_one(said, drawing, complaint) -> None:
+    check.nb06_ex1(drawing)
+    [line] = said()
+    assert complaint in line and (complaint == "not done yet" or line.endswith("expected 'the tree'"))
+
+
+def matched(root, ids, *, whole_nodes=False, no_compare=False, loses_rest=False):
+    if not ids or ids[0] not in root["children"]:
+        return []
+    child = root["children"][ids[0]]
+    equal = [a == b for a, b in zip(child["key"], ids, strict=False)]
+    common = len(equal) if no_compare or all(equal) else equal.index(False)
+    if common < len(child["key"]):
+        return [] if whole_nodes else child["slots"][:common]
+    return child["slots"] + ([] if loses_rest else matched(child, ids[common:], whole_nodes=whole_nodes))
+
+
+def test_the_match_exercise_finds_the_usual_mistakes(said) -> None:
+    check.nb06_ex2(matched)
+    check.nb06_ex2(lambda root, ids: matched(root, ids)[: len(ids) - 1])  # the last token left out here too
+    for mistake in ("whole_nodes", "no_compare", "loses_rest"):
+        check.nb06_ex2(lambda root, ids, mistake=mistake: matched(root, ids, **{mistake: True}))
+    check.nb06_ex2(lambda root, ids: range(len(matched(root, ids))))  # the slots must be the tree's
+    right, *wrong = said()
+    assert right == "exercise 2: ok (200 cases)"
+    assert len(wrong) == 5 and all(re.search(r"\(root \{.*\}, \[.*\]\) gives .*, expected \[", line) for line in wrong)
+
+
+def svg_of(frame) -> ElementTree.Element:
+    return ElementTree.fromstring(frame.data)
+
+
+def words_of(frame) -> list[str]:
+    return [t.text for t in svg_of(frame).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def letters(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+@pytest.fixture
+def film() -> figures.TreeFilm:
+    return figures.TreeFilm(RadixTree(page_size=1), letters)
+
+
+def insert(tree: RadixTree, word: str, slot: int = 0):
+    return tree.insert(list(map(ord, word)), range(slot, slot + len(word))).node
+
+
+def test_a_film_says_what_was_new_split_held_and_thrown_away(film) -> None:
+    tree = film.tree
+    insert(tree, "abcdef")
+    assert words_of(film.take("one"))[:5] == ["one", "6 evictable, 0 locked", "root", "abcdef", "new: 6 tokens, used 1"]
+    held = insert(tree, "abx", slot=10)
+    two = words_of(film.take("two"))
+    facts = dict(zip(two[3:9:2], two[4:9:2], strict=True))
+    assert facts == {"ab": "split: 2 tokens, used 2", "cdef": "4 tokens, used 1", "x": "new: 1 token, used 2"}
+    tree.lock(held)
+    three = words_of(film.take("three"))
+    assert three[three.index("ab") + 1] == "2 tokens, used 2"  # not split again
+    assert three.count("1") == 3 and "held, with its number of locks" in three  # two nodes, and the legend
+    tree.evict(2)
+    four = words_of(film.take("four"))
+    facts = dict(zip(four, four[1:], strict=False))
+    assert (
+        facts["cd"] == "2 tokens, used 1" and facts["ef"] == "evicted: 2 tokens" and "thrown away in this step" in four
+    )
+    assert "ef" not in words_of(film.take("five"))
+    assert len(film.frames) == 5 and len({frame.data for frame in film.frames}) == 5
+
+
+def test_a_film_shows_a_new_node_that_is_held_as_both(film) -> None:
+    film.tree.lock(insert(film.tree, "ab"))
+    insert(film.tree, "cd", slot=10)
+    rects = [r.attrib for r in svg_of(film.take("one")).iter("{http://www.w3.org/2000/svg}rect")]
+    new, held = figures.TREE_LOOKS["new"], figures.TREE_LOOKS["locked"]
+    looks = [(r["fill"], r["stroke"]) for r in rects if float(r["height"]) == 40][1:]  # without the root
+    assert sorted(looks) == sorted([(held[0], new[1]), (new[0], new[1])])
+
+
+def test_a_film_shows_a_whole_branch_that_was_thrown_away_as_it_was(film) -> None:
+    insert(film.tree, "ab")
+    insert(film.tree, "abcd", slot=10)
+    insert(film.tree, "abef", slot=20)
+    film.take("before")
+    film.tree.evict(100)
+    words = words_of(film.take("after"))
+    assert [words[words.index(key) + 1] for key in ("ab", "cd", "ef")] == ["evicted: 2 tokens"] * 3
+    boxes = {
+        tuple(map(float, (r.get("x"), r.get("y"))))
+        for r in svg_of(film.frames[1]).iter("{http://www.w3.org/2000/svg}rect")
+        if r.get("stroke-dasharray")
+    }
+    assert len({x for x, _ in boxes}) == 3 and len(boxes) == 4  # ab, cd and ef right of it, and the legend
+
+
+@pytest.mark.parametrize("runs", [(3, 2), (300, 250), (40, 40, 40, 40, 40, 40)])
+def test_a_tree_stays_inside_its_page_with_boxes_side_by_side(film, runs) -> None:
+    word = ""
+    for depth, length in enumerate(runs):
+        insert(film.tree, f"{word}{'yz'[depth % 2] * length}", slot=1000 * depth)
+        insert(film.tree, f"{word}{'kl'[depth % 2] * length}", slot=1000 * depth + 500)
+        word += "yz"[depth % 2] * length
+    frame = film.take("deep")
+    size = svg_of(frame)
+    boxes = [
+        tuple(float(r.get(k)) for k in ("x", "y", "width", "height")) for r in list(size)[1:] if r.tag.endswith("rect")
+    ]
+    assert len(boxes) >= 2 * len(runs) + 2 and size.get("width") == "880"
+    for i, (x, y, w, h) in enumerate(boxes):
+        assert 0 < x and x + w <= 880 and y + h <= float(size.get("height"))
+        assert not any(x < a + c and a < x + w and y < b + d and b < y + h for a, b, c, d in boxes[:i])
+    lines = sorted((float(t.get("x")), float(t.get("y"))) for t in size.iter("{http://www.w3.org/2000/svg}text"))
+    assert all(b[0] > a[0] or b[1] - a[1] >= 13 for a, b in itertools.pairwise(lines))
+    for mono in size.iter("{http://www.w3.org/2000/svg}text"):
+        if "Mono" in mono.get("font-family"):
+            left, width = float(mono.get("x")), 7.3 * len(mono.text)
+            assert any(x <= left and left + width <= x + w for x, _, w, _ in boxes), mono.text
+
+
+def test_a_long_run_keeps_its_two_ends_on_two_lines(film) -> None:
+    insert(film.tree, "A" + "b" * 300 + "C\nD")
+    first, second = words_of(film.take("long"))[3:5]
+    assert first.startswith("Ab") and first.endswith("\u2026") and second.startswith("\u2026b")
+    assert second.endswith("C\u21b5D") and len(first) == len(second)
+
+
+def test_the_hit_rate_picture_draws_each_curve_in_percent() -> None:
+    picture = figures.hit_rates({"a": {64: 0.1, 128: 0.5}, "b": {64: 0.0, 128: 0.25}}, best=0.5)
+    best, *curves = picture.axes[0].lines
+    assert best.get_ydata() == [50, 50] and [curve.get_xydata().tolist() for curve in curves] == [
+        [[64, 10], [128, 50]],
+        [[64, 0], [128, 25]],
+    ]
+    assert legend(picture) == ["a", "b"] and len({curve.get_linestyle() for curve in curves}) == 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "wrong"),
+    [
+        (([1, 2, 3], [2, 3, 12], [12, 21, 22], [2, 21]), []),
+        (((3, 2, 1), {12, 3, 2}, np.array([22, 21, 12]), [21, 2]), []),
+        (([0, 1, 2], [2, 3, 12], [12, 21, 22], [2, 21]), [1]),  # from the beginning of a leaf
+        (([10, 11, 12], [10, 11, 12], [12, 21, 22], [2, 21]), [1, 2]),  # the latest instead of the oldest
+        (([1, 2, 3], [1, 2, 3], [0, 1, 12], [2, 21]), [2, 3]),  # a lock not seen; a parent by its child's age
+        (([1, 2, 3], [2, 3, 12], [12, 21, 22], [2, 13, 21]), [4]),  # always as many as asked for
+        ((3, "x", [None], [2, 21, 21]), [1, 2, 3, 4]),
+    ],
+)
+def test_the_eviction_exercise_judges_each_tree_and_hides_the_answer(said, answers, wrong) -> None:
+    check.nb07_ex1(*answers)
+    lines = said()
+    for number, line in enumerate(lines, start=1):
+        assert line.startswith(f"exercise 1, tree {number}: ")
+        assert line.endswith("expected 'these slots'" if number in wrong else "ok (1 case)")
+    assert len(lines) == 4
+
+
+def test_half_an_answer_to_the_eviction_exercise_is_not_done(said) -> None:
+    check.nb07_ex1([1, 2, 3], ..., None, ...)
+    assert [line.split(": ")[1] for line in said()] == ["ok (1 case)", *["not done yet"] * 3]
+
+
+def test_the_eviction_trees_are_whole_and_the_same_at_each_call() -> None:
+    first, again = check.eviction_trees(), check.eviction_trees()
+    for tree in first:
+        tree.check_integrity()
+    first[0].evict(3)
+    assert [t.to_text() for t in again] == [t.to_text() for t in check.eviction_trees()]
+
+
+def commit(pool, request, *, freed=slice(None), unlock=True, point=True, keep=True):
+    """KVPool.commit_prefix in steps that can be left out. freed: which of the pages that others stored go back."""
+    row, size, old = pool.table.row(request.table_row), pool.page_size, request.tree_len
+    whole = request.kv_len // size * size if keep else 0
+    node, present = pool.tree.insert(request.tokens[:whole], row[:whole])
+    pool.allocator.free((row[old : len(present)][::size] // size)[freed])
+    if point:
+        row[: len(present)] = present
+    pool.tree.lock(node)
+    if unlock:
+        pool.tree.unlock(request.node)
+    request.node, request.tree_len = node, whole
+
+
+COMMIT_MISTAKES = {
+    "pages of others' copies lost": {"freed": slice(0, 0)},
+    "the first page lost": {"freed": slice(1, None)},
+    "the last page lost": {"freed": slice(0, -1)},
+    "the row still names its old pages": {"point": False},
+    "a lock too many": {"unlock": False},
+    "nothing kept": {"keep": False},
+}
+
+
+@pytest.mark.parametrize("mistake", COMMIT_MISTAKES)
+def test_the_leak_exercise_finds_the_usual_mistakes(said, mistake) -> None:
+    check.nb07_ex2(commit)
+    check.nb07_ex2(lambda pool, request: commit(pool, request, **COMMIT_MISTAKES[mistake]))
+    right, wrong = said()
+    assert right == "exercise 2: ok (60 cases)" and "at once, pages of" in wrong and "expected [[" in wrong
+    assert len(re.search(r"\((.*) at once", wrong)[1]) < 40  # a small case
+
+
+def test_the_leak_exercise_finds_pages_given_back_that_the_tree_owns(said) -> None:
+    def frees_all(pool, request):
+        row, size = pool.table.row(request.table_row), pool.page_size
+        whole = request.kv_len // size * size
+        node, present = pool.tree.insert(request.tokens[:whole], row[:whole])
+        pool.allocator.free(row[: len(present)][::size] // size)  # also what was the tree's before
+        row[: len(present)] = present
+        pool.tree.lock(node)
+        pool.tree.unlock(request.node)
+        request.node, request.tree_len = node, whole
+
+    check.nb07_ex2(frees_all)
+    assert "raises AssertionError" in said()[0]
