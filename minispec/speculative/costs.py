@@ -13,7 +13,7 @@ import numpy as np
 
 FORGET = 0.98  # weight that a measurement keeps in the line with each later one: about the last 50 count
 FADE = 0.998  # the same of a measurement in its own bucket, with each later one in any
-BUCKET_WEIGHT = 30  # most measurements that a bucket's mean stands for: it follows when the machine changes
+BUCKET_WEIGHT = 16  # most measurements that a bucket's mean stands for: it follows when the machine changes
 PRIOR_ROWS = 32  # until it is measured, a forward of so many more rows is taken to last twice as long
 PRIOR_WEIGHT = 4.0  # rows squared, against the variance of the rows that were measured
 WARM_UP = 2  # first measurements that are left out: memory is touched for the first time
