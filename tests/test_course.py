@@ -822,6 +822,8 @@ def test_the_gantt_chart_shows_each_forward_of_each_request() -> None:
     static = ["prompt", "idle", "prompt", "output", "waiting", "waiting", "prompt"]
     assert kinds == [*static, "prompt", "prompt", "output", "waiting", "prompt", "prompt", "output", "idle", "waiting"]
     assert "is computed again" not in words(svg)  # only what is there is explained
+    legend = texts_and_boxes(svg)[0][-4:]
+    assert all(x + width < other for (x, _, width), (other, _, _) in zip(legend, legend[1:], strict=False))
 
 
 def test_the_gantt_chart_draws_forwards_as_wide_as_they_cost() -> None:

@@ -86,9 +86,11 @@ def gantt(runs: Mapping[str, Sequence[Mapping[str, str]]], costs: Mapping[str, S
                 x += cost * scale
             y += 22
         y += 18
-    for place, kind in enumerate(kind for kind in GANTT_LOOKS if kind in seen):
-        (color, top, height, words), x = GANTT_LOOKS[kind], MARGIN + 170 * place
-        parts += [box(x, y + top, 22, height, color, "white"), text(x + 30, y + 14, words)]
+    x = MARGIN
+    for kind, (color, top, height, words) in GANTT_LOOKS.items():
+        if kind in seen:
+            parts += [box(x, y + top, 22, height, color, "white"), text(x + 30, y + 14, words)]
+            x += 60 + 8 * len(words)
     return svg(WIDTH, y + 34, parts)
 
 
