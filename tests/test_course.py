@@ -414,12 +414,16 @@ class QueueOfPages:
 
 
 class TakesAnyNumber(QueueOfPages):
+    says = "free works"
+
     def alloc(self, n):
         taken, self.pages = self.pages[:n], self.pages[n:]
         return taken
 
 
 class TakesSomeBeforeItRefuses(QueueOfPages):
+    says = "raises OutOfPages"
+
     def alloc(self, n):
         taken = [self.pages.pop(0) for _ in range(min(n, len(self.pages)))]
         if len(taken) < n:
@@ -428,22 +432,51 @@ class TakesSomeBeforeItRefuses(QueueOfPages):
 
 
 class NeverTakesBack(QueueOfPages):
+    says = "can be freed twice"
+
     def free(self, pages):
         assert not set(pages) & set(self.pages)
 
 
 class TakesBackTwice(QueueOfPages):
+    says = "can be freed twice"
+
     def free(self, pages):
         self.pages += pages
 
 
 class KeepsWhatItGives(QueueOfPages):
+    says = "gives 0 pages"
+
     def alloc(self, n):
         super().alloc(n)
         return self.pages[:n]
 
 
+class GivesOneLess(QueueOfPages):
+    says = "pages'"
+
+    def alloc(self, n):
+        return super().alloc(n)[1:]
+
+
+class AlwaysGivesTheFirst(QueueOfPages):
+    says = "was taken"
+
+    def alloc(self, n):
+        return list(range(len(super().alloc(n))))
+
+
+class GivesOnePageSeveralTimes(QueueOfPages):
+    says = "was taken"
+
+    def alloc(self, n):
+        return super().alloc(n)[:1] * n
+
+
 class CountsFromOne(QueueOfPages):
+    says = "there is no page"
+
     def __init__(self, num_pages):
         self.pages = list(range(1, num_pages + 1))
 
@@ -459,6 +492,7 @@ def test_the_allocator_exercise_finds_the_usual_mistakes(said, wrong) -> None:
     check.nb03_ex2(wrong)
     [line] = said()
     assert line.startswith(f"exercise 2: {wrong.__name__}(") and line.endswith("expected 'no fault'")
+    assert wrong.says in line
 
 
 @pytest.mark.parametrize(
@@ -833,6 +867,7 @@ def test_the_gantt_chart_draws_forwards_as_wide_as_they_cost() -> None:
     (_, x, *_), (_, x2, _, w2, _), (_, x3, _, w3, _), (_, y, _, v, _) = shapes(svg)[:4]
     assert x2 - x == pytest.approx(3 * w2, abs=0.2) and x3 - x2 == pytest.approx(w2, abs=0.2) and w3 == w2
     assert y == x and v == pytest.approx(2.5 * w2, abs=0.2)
+    assert x3 + w3 == pytest.approx(880 - 20, abs=0.2)  # the longest run takes the whole width
 
 
 def test_the_budget_picture_stacks_decode_and_prompt_rows() -> None:
@@ -843,6 +878,7 @@ def test_the_budget_picture_stacks_decode_and_prompt_rows() -> None:
     assert legend(picture) == ["budget: 32", "decode: 6", "prompt: 29"]
     assert whole.get_ylim() == chunks.get_ylim() and whole.get_title() == "whole: 2 forwards"
     assert legend(figures.budget({"one": [(1, 2)]})) == ["decode: 1", "prompt: 2"]
+    assert figures.budget({"one": [(1, 2)]}, limit=50).axes[0].get_ylim()[1] > 50
 
 
 def test_the_trade_picture_joins_its_points_in_order() -> None:

@@ -45,11 +45,11 @@ def nb03_ex2(allocator: Callable[[int], Any]) -> None:
     def used(num_pages: int) -> str:
         return _fault(allocator(num_pages), num_pages, random.Random(num_pages)) or "no fault"
 
-    judge("exercise 2", used, [Case((n,), "no fault", f"{n} pages, 500 random operations") for n in (1, 2, 4, 16)])
+    judge("exercise 2", used, [Case((n,), "no fault") for n in (1, 2, 4, 16)])
 
 
 def _fault(pages: Any, num_pages: int, rng: random.Random) -> str:
-    """What 500 random operations found wrong, or nothing."""
+    """What 500 random operations found wrong, in a few words, or nothing."""
     taken: list[Any] = []  # as they were handed out
     for _ in range(500):
         held, n = {int(page) for pages in taken for page in pages}, rng.randint(0, num_pages)
@@ -57,15 +57,18 @@ def _fault(pages: Any, num_pages: int, rng: random.Random) -> str:
             back = taken.pop(rng.randrange(len(taken)))
             pages.free(back)
             if len(back) and _accepts(AssertionError, pages.free, back):
-                return f"page {back[0]} was given back twice and nothing was said"
+                return f"page {back[0]} can be freed twice"
         elif n > num_pages - len(held):
             if _accepts(OutOfPages, pages.alloc, n):
-                return f"alloc({n}) with {num_pages - len(held)} free pages did not raise OutOfPages"
+                return f"alloc({n}) with {num_pages - len(held)} free works"
         else:
             got = pages.alloc(n)
-            fresh = {int(page) for page in got}
-            if not len(got) == len(fresh) == n or fresh & held or not fresh <= set(range(num_pages)):
-                return f"alloc({n}) with pages {sorted(held)} taken gives {list(got)}"
+            if len(got) != n:
+                return f"alloc({n}) gives {len(got)} pages"
+            for page in map(int, got):
+                if page in held or not 0 <= page < num_pages:
+                    return f"page {page} was taken" if page in held else f"there is no page {page}"
+                held.add(page)
             taken.append(got)
     return ""
 
