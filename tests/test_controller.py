@@ -152,7 +152,7 @@ def test_row_cost_follows_what_is_measured_and_forgets():
     for _ in range(1000):
         rows = int(rng.integers(1, 20))
         cost.record(rows, 10 + rows)
-    assert cost.seconds(np.array([1, 10])) == pytest.approx([11, 20], rel=0.03)
+    assert cost.seconds(np.array([1, 10])) == pytest.approx([11, 20], rel=0.1)
 
 
 def test_row_cost_learns_a_step_that_no_line_has():

@@ -21,6 +21,7 @@ from minispec.core import TokenKind
 from minispec.course import check, figures, run_notebooks
 from minispec.course.check import Case, judge
 from minispec.engine import Engine
+from minispec.kv.pool import OutOfPages, PageAllocator
 from minispec.kv.radix import RadixTree
 from minispec.runner import ModelRunner
 from minispec.sampling.distribution import sample
@@ -394,6 +395,223 @@ def test_the_training_exercises_find_the_usual_mistakes(said) -> None:
     assert len(lines) == 9 and sum("expected" in line for line in lines) == 7
 
 
+# Exercises of notebooks 03 to 05 --------------------------------------------------------------------------------------
+
+
+class QueueOfPages:
+    """A right answer to exercise 2 of notebook 03; each subclass makes one mistake."""
+
+    def __init__(self, num_pages):
+        self.pages = list(range(num_pages))
+
+    def alloc(self, n):
+        if n > len(self.pages):
+            raise OutOfPages(n, len(self.pages))
+        taken, self.pages = self.pages[:n], self.pages[n:]
+        return taken
+
+    def free(self, pages):
+        assert not set(pages) & set(self.pages)
+        self.pages += pages
+
+
+class TakesAnyNumber(QueueOfPages):
+    says = "free works"
+
+    def alloc(self, n):
+        taken, self.pages = self.pages[:n], self.pages[n:]
+        return taken
+
+
+class TakesSomeBeforeItRefuses(QueueOfPages):
+    says = "raises OutOfPages"
+
+    def alloc(self, n):
+        taken = [self.pages.pop(0) for _ in range(min(n, len(self.pages)))]
+        if len(taken) < n:
+            raise OutOfPages(n, len(taken))
+        return taken
+
+
+class NeverTakesBack(QueueOfPages):
+    says = "can be freed twice"
+
+    def free(self, pages):
+        assert not set(pages) & set(self.pages)
+
+
+class TakesBackTwice(QueueOfPages):
+    says = "can be freed twice"
+
+    def free(self, pages):
+        self.pages += pages
+
+
+class KeepsWhatItGives(QueueOfPages):
+    says = "gives 0 pages"
+
+    def alloc(self, n):
+        super().alloc(n)
+        return self.pages[:n]
+
+
+class GivesOneLess(QueueOfPages):
+    says = "pages'"
+
+    def alloc(self, n):
+        return super().alloc(n)[1:]
+
+
+class AlwaysGivesTheFirst(QueueOfPages):
+    says = "was taken"
+
+    def alloc(self, n):
+        return list(range(len(super().alloc(n))))
+
+
+class GivesOnePageSeveralTimes(QueueOfPages):
+    says = "was taken"
+
+    def alloc(self, n):
+        return super().alloc(n)[:1] * n
+
+
+class CountsFromOne(QueueOfPages):
+    says = "there is no page"
+
+    def __init__(self, num_pages):
+        self.pages = list(range(1, num_pages + 1))
+
+
+@pytest.mark.parametrize("right", [QueueOfPages, PageAllocator])
+def test_right_allocators_are_found_right(said, right) -> None:
+    check.nb03_ex2(right)
+    assert said() == ["exercise 2: ok (4 cases)"]
+
+
+@pytest.mark.parametrize("wrong", QueueOfPages.__subclasses__())
+def test_the_allocator_exercise_finds_the_usual_mistakes(said, wrong) -> None:
+    check.nb03_ex2(wrong)
+    [line] = said()
+    assert line.startswith(f"exercise 2: {wrong.__name__}(") and line.endswith("expected 'no fault'")
+    assert wrong.says in line
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda lengths, size: -sum(lengths) % size,  # as if all shared their last page
+        lambda lengths, size: sum(size - n % size for n in lengths),  # a full page counts as an empty one
+        lambda lengths, size: sum(n % size for n in lengths),  # the used part of the last page
+    ],
+)
+def test_the_waste_exercise_finds_the_usual_mistakes(said, wrong) -> None:
+    check.nb03_ex1(lambda lengths, size: sum(-n % size for n in lengths))
+    check.nb03_ex1(wrong)
+    right, line = said()
+    assert right == "exercise 1: ok (16 cases)" and "gives" in line
+
+
+def batches(outputs, seats):
+    return [outputs[i : i + seats] for i in range(0, len(outputs), seats)]
+
+
+def earliest_seat(outputs, seats, last=max):
+    free_at = [0] * seats
+    for length in outputs:
+        free_at[free_at.index(min(free_at))] += length
+    return last(free_at)
+
+
+def test_the_makespan_exercise_finds_the_usual_mistakes(said) -> None:
+    def static(outputs, seats):
+        return sum(map(max, batches(outputs, seats)))
+
+    check.nb04_ex1(static, earliest_seat)
+    assert said() == ["exercise 1, static: ok (14 cases)", "exercise 1, continuous: ok (14 cases)"]
+    check.nb04_ex1(earliest_seat, static)
+    check.nb04_ex1(lambda o, s: max(o) * -(-len(o) // s), lambda o, s: max(max(o), -(-sum(o) // s)))
+    check.nb04_ex1(lambda o, s: sum(o), lambda o, s: earliest_seat(sorted(o, reverse=True), s))
+    check.nb04_ex1(lambda o, s: static(sorted(o), s), lambda o, s: earliest_seat(o, s, last=min))
+    assert all("gives" in line for line in said())
+
+
+def joins(decoding, waiting, budget, seats, *, whole=False, skip=False):
+    budget, rows = budget - decoding, []
+    for prompt in waiting[: seats - decoding]:
+        if budget <= 0 or whole and prompt > budget:
+            if skip:
+                continue
+            break
+        rows.append(min(prompt, budget))
+        budget -= rows[-1]
+    return rows
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda d, w, b, s: joins(d, w, b, s, whole=True),
+        lambda d, w, b, s: joins(d, w, b, s, whole=True, skip=True),  # a short prompt overtakes a long one
+        lambda d, w, b, s: joins(0, w, b, s - d),  # those who decode pay nothing
+        lambda d, w, b, s: joins(d, w, b, s + d),  # and need no seat
+        lambda d, w, b, s: joins(d, w, b, 99),
+        lambda d, w, b, s: w[: s - d],
+    ],
+)
+def test_the_admission_exercise_finds_the_usual_mistakes(said, wrong) -> None:
+    check.nb04_ex2(joins)
+    check.nb04_ex2(wrong)
+    right, line = said()
+    assert right == "exercise 2: ok (20 cases)" and "gives" in line
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda d, p, c, b: d + min(c, b - d),  # a prompt shorter than a chunk
+        lambda d, p, c, b: d + min(p, c),  # no budget
+        lambda d, p, c, b: min(d + min(p, c), b) if d else min(p, b),
+        lambda d, p, c, b: min(p, c, b - d),
+        lambda d, p, c, b: d + min(p, c, b),
+    ],
+)
+def test_the_largest_forward_exercise_finds_the_usual_mistakes(said, wrong) -> None:
+    check.nb05_ex1(lambda d, p, c, b: d + min(p, c, b - d))
+    check.nb05_ex1(wrong)
+    right, line = said()
+    assert right == "exercise 1: ok (9 cases)" and "gives" in line
+
+
+def shares(unread, budget, chunk, *, decode_first=True, one_prompt=False):
+    rows = [int(left == 0) if decode_first else 0 for left in unread]
+    budget -= sum(rows)
+    for place, left in enumerate(unread):
+        if left or not decode_first:
+            rows[place] = min(left or 1, chunk, budget)
+            budget -= rows[place]
+            budget *= not (one_prompt and left)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda u, b, c: shares(u, b, c, decode_first=False),
+        lambda u, b, c: shares(u, b, c, one_prompt=True),
+        lambda u, b, c: shares(u, b, 512),  # no chunks
+        lambda u, b, c: shares(u, 512, c),  # no budget
+        lambda u, b, c: shares(u, b + u.count(0), c),  # decode rows are free
+        lambda u, b, c: [min(left or 1, c, b) for left in u],
+    ],
+)
+def test_the_split_exercise_finds_the_usual_mistakes(said, wrong) -> None:
+    check.nb05_ex2(shares)
+    check.nb05_ex2(wrong)
+    right, line = said()
+    assert right.startswith("exercise 2: ok (") and "gives" in line
+
+
 # Source, guesses, the reference loop -------------------------------------------------------------------------------
 
 
@@ -451,6 +669,8 @@ DRAWINGS = [
     lambda: figures.forwards({"copy": [1, 5, 5], "story": [1]}, {1: 1.0, 5: 1.2}),
     lambda: figures.overlap([0.75, 0.25], [0.5, 0.5]),
     lambda: figures.heat_maps("best K", {"time": np.array([[1.0, 0.8], [1.0, 1.2]])}, (1, 8), (0, 3)),
+    lambda: figures.budget({"a": [(1, 2), (1, 0)]}, limit=8),
+    lambda: figures.trade("title", {"a": (1.0, 2.0), "b": (2.0, 3.0)}, "x", "y"),
 ]
 
 
@@ -589,6 +809,85 @@ def test_the_token_strip_shows_every_token_and_counts_the_kinds() -> None:
     assert shown[:5] == ["A", "\u00b7<b>", "&", "\u21b5", "\u00b7\u00e4"] and len(shown) == 40 + 4
     assert [int(label.split()[0]) for label in shown[-4:]] == [8, 16, 8, 8]
     assert all(x + width <= 880 for x, _, width in texts) and all(x + width <= 880 for x, _, width, _ in boxes)
+
+
+# Pictures of memory and of schedules -------------------------------------------------------------------------------
+
+
+def shapes(svg: str) -> list[tuple[str, float, float, float, float]]:
+    """(fill, x, y, width, height) of each box but the paper."""
+    boxes = list(ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}rect"))[1:]
+    return [(b.get("fill"), *(float(b.get(k)) for k in ("x", "y", "width", "height"))) for b in boxes]
+
+
+def words(svg: str) -> list[str]:
+    return [t.text or "" for t in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def inside(svg: str) -> bool:
+    texts, [(_, _, width, height), *boxes] = texts_and_boxes(svg)
+    return all(x + w <= width and y <= height for x, y, w in texts) and all(
+        x + w <= width and y + h <= height for x, y, w, h in boxes
+    )
+
+
+def test_the_pages_picture_fills_each_page_as_far_as_it_is_written() -> None:
+    moments = {"first": [("A", 1.0), ("request-7", 0.5), ("free", 0.0)], "then": [("free", 0.0)] * 3}
+    svg = figures.pages(moments).data
+    assert words(svg) == ["first", "A", "7", "then", "free", "A", "A's, half of it written", "A", "A's, full"]
+    page_a, full, page_7, half, free = shapes(svg)[:5]
+    assert page_a[1:] == full[1:] and page_a[0] == page_7[0] == free[0] == "white" != full[0] != half[0]
+    assert half[4] == page_7[4] / 2 and half[2] + half[4] == page_7[2] + page_7[4]  # from the bottom
+    assert page_a[1] < page_7[1] < free[1] and svg == figures.pages(moments).data
+    for pages in (3, 32, 64):
+        assert inside(figures.pages({"a longer name": [("A", 1.0)] * pages, "b": [("free", 0.0)] * pages}).data)
+
+
+def test_the_gantt_chart_shows_each_forward_of_each_request() -> None:
+    runs = {
+        "static": [{"A": "prompt", "B": "prompt"}, {"A": "idle", "B": "output"}, {"C": "prompt"}],
+        "continuous": [{"A": "prompt", "B": "prompt"}, {"B": "output", "C": "prompt"}],
+    }
+    svg = figures.gantt(runs).data
+    assert inside(svg)
+    titles = [line for line in words(svg) if "forwards" in line]
+    assert titles == ["static: 3 forwards, 1 idle seats", "continuous: 2 forwards"]
+    kind_of = {(color, height): kind for kind, (color, _, height, _) in figures.GANTT_LOOKS.items()}
+    assert len(kind_of) == 5
+    kinds = [kind_of[fill, height] for fill, _, _, _, height in shapes(svg)]
+    static = ["prompt", "idle", "prompt", "output", "waiting", "waiting", "prompt"]
+    assert kinds == [*static, "prompt", "prompt", "output", "waiting", "prompt", "prompt", "output", "idle", "waiting"]
+    assert "is computed again" not in words(svg)  # only what is there is explained
+    legend = texts_and_boxes(svg)[0][-4:]
+    assert all(x + width < other for (x, _, width), (other, _, _) in zip(legend, legend[1:], strict=False))
+
+
+def test_the_gantt_chart_draws_forwards_as_wide_as_they_cost() -> None:
+    runs = {"one": [{"A": "prompt"}, {"A": "output"}, {"A": "output"}], "two": [{"A": "prompt"}]}
+    svg = figures.gantt(runs, {"one": [6, 2, 2], "two": [5]}).data
+    assert inside(svg)
+    (_, x, *_), (_, x2, _, w2, _), (_, x3, _, w3, _), (_, y, _, v, _) = shapes(svg)[:4]
+    assert x2 - x == pytest.approx(3 * w2, abs=0.2) and x3 - x2 == pytest.approx(w2, abs=0.2) and w3 == w2
+    assert y == x and v == pytest.approx(2.5 * w2, abs=0.2)
+    assert x3 + w3 == pytest.approx(880 - 20, abs=0.2)  # the longest run takes the whole width
+
+
+def test_the_budget_picture_stacks_decode_and_prompt_rows() -> None:
+    picture = figures.budget({"whole": [(3, 0), (3, 29)], "chunks": [(3, 8), (2, 8)]}, limit=32)
+    whole, chunks = picture.axes
+    assert heights(whole) == [[3, 3], [0, 29]] and heights(chunks) == [[3, 2], [8, 8]]
+    assert [bar.get_y() for bar in chunks.containers[1].patches] == [3, 2]
+    assert legend(picture) == ["budget: 32", "decode: 6", "prompt: 29"]
+    assert whole.get_ylim() == chunks.get_ylim() and whole.get_title() == "whole: 2 forwards"
+    assert legend(figures.budget({"one": [(1, 2)]})) == ["decode: 1", "prompt: 2"]
+    assert figures.budget({"one": [(1, 2)]}, limit=50).axes[0].get_ylim()[1] > 50
+
+
+def test_the_trade_picture_joins_its_points_in_order() -> None:
+    picture = figures.trade("chunks", {"8": (11.0, 0.5), "none": (303.0, 0.9)}, "gap", "tokens")
+    [ax] = picture.axes
+    assert ax.lines[0].get_xydata().tolist() == [[11.0, 0.5], [303.0, 0.9]]
+    assert [text.get_text() for text in ax.texts] == ["8", "none"] and ax.get_xlabel() == "gap"
 
 
 # Re-execution ------------------------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_preemption_and_pauses_only_leave_gaps_that_are_closed(tiny):
         )
         for prompt in prompts[:5]:
             llm.engine.add(prompt, greedy())
-        drafter, step = llm.engine.drafters[0], 0
+        step = 0
         requests = list(llm.engine.requests.values())
         while llm.engine.has_work:
             llm.engine.controller.model.on = step % 3 > 0  # a pause with K = 0 in every third step

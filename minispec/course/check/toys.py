@@ -90,6 +90,6 @@ class FaultyDrafter:
 def toy_engine(**options: Any) -> Engine:
     """The real engine over a `ToyRunner`; `options` as for EngineConfig."""
     config = EngineConfig(check_every_step=True, **options)
-    slots, sizes = config.kv_cache_tokens or 1024, {"num_rows": config.max_num_seqs, "max_len": 256}
+    slots, sizes = config.kv_cache_tokens or 1024, {"num_rows": config.max_num_seqs, "max_len": 512}
     pool = KVPool(slots, config.page_size, enable_radix_cache=config.enable_radix_cache, **sizes)
-    return Engine(config, ToyRunner(), pool, context_length=256)
+    return Engine(config, ToyRunner(), pool, context_length=512)
