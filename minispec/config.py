@@ -274,6 +274,8 @@ class EngineConfig:
     kv_cache_tokens: slots in the pool, rounded down to whole pages; None chooses by device and model.
     context_length: most tokens (prompt and output) of one request; None means the model's own limit.
     enable_radix_cache: keep finished prefixes for later prompts.
+    enable_overlap: the host settles a step and plans the next one while the device computes; the same results.
+    enable_trace: keep what the host and the device do, and when, for `LLM.trace()`.
     check_every_step: verify the slot ledger after each step (tests and notebooks; costs host time).
 
     Raises ConfigError that names the field, the value and the range.
@@ -286,6 +288,8 @@ class EngineConfig:
     kv_cache_tokens: int | None = None
     context_length: int | None = None
     enable_radix_cache: bool = True
+    enable_overlap: bool = True
+    enable_trace: bool = False
     check_every_step: bool = False
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
 
@@ -302,6 +306,6 @@ class EngineConfig:
             )
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
             raise ConfigError(f"kv_cache_tokens {self.kv_cache_tokens} is less than one page of {self.page_size}")
-        check_bool("enable_radix_cache", self.enable_radix_cache)
-        check_bool("check_every_step", self.check_every_step)
+        for name in ("enable_radix_cache", "enable_overlap", "enable_trace", "check_every_step"):
+            check_bool(name, getattr(self, name))
         object.__setattr__(self, "speculative_config", SpeculativeConfig.from_any(self.speculative_config))

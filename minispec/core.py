@@ -11,6 +11,7 @@ many tokens they bring.
     slots      one per position up to allocated    [0, tree_len) the tree's, [tree_len, allocated) the request's own
 
 While it runs, between steps: 0 <= cached_len <= kv_len < len(tokens), and kv_len == len(tokens) - 1 once it decodes.
+With a step in flight, kv_len counts the prompt tokens that it reads, and `unread` what it may add to tokens.
 
 Does not know: who schedules, stores or computes. Taught in notebook 00 (the map).
 """
@@ -102,6 +103,11 @@ class Request:
     tree_len: int = 0
     node: RadixNode | None = None  # deepest tree node it has locked
 
+    in_flight: int = 0  # launched steps with a row of it whose result is not in
+    unread: int = 0  # most tokens that these may bring
+    ending: str | None = None  # finish reason, known before the end is settled
+    end: int | None = None  # tokens that stay when it ends, if some came behind a stop string
+
     kinds: list[TokenKind] = field(default_factory=list)  # one per output token
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None  # "stop", "length", "abort", "error"
@@ -118,11 +124,11 @@ class Request:
     @property
     def output(self) -> list[int]:
         """Committed output token ids."""
-        return self.tokens[len(self.prompt) :]
+        return self.tokens[len(self.prompt) : self.end]
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.prompt)
+        return (len(self.tokens) if self.end is None else self.end) - len(self.prompt)
 
     @property
     def pending(self) -> int:
@@ -140,20 +146,23 @@ class Request:
     @property
     def max_drafts(self) -> int:
         """Most draft tokens that can still be of use: the target adds one token of its own to every step."""
-        return max(0, self.max_len - len(self.tokens) - 1)
+        return max(0, self.max_len - len(self.tokens) - self.unread - 1)
 
 
 @dataclass
 class Row:
     """One request's part of a forward: tokens[start : start + n] and then its drafts.
 
-    A row whose committed tokens reach the end of the request yields logits for 1 + len(drafts) positions; a prefill
+    A row that emits has the last of its request's tokens, so it yields logits for 1 + len(drafts) positions; a prefill
     chunk that stops earlier yields none.
     """
 
     request: Request
     start: int
     num_committed: int
+    emits: bool = True
+    carried: int | None = None  # its token is what this row of the step before, of those that emit, is going to choose
+    carried_token: int = 0  # that token, once it is chosen
     max_drafts: int = 0  # draft tokens that are wanted and have slots and budget
     drafter: str = ""  # who drafts
     drafts: list[int] = field(default_factory=list)
@@ -170,13 +179,20 @@ class Row:
         return self.start + self.q_len
 
     @property
+    def end(self) -> int:
+        """Position of the first token that is not committed."""
+        return self.start + self.num_committed
+
+    @property
     def token_ids(self) -> list[int]:
-        return self.request.tokens[self.start : self.start + self.num_committed] + self.drafts
+        if self.carried is not None:
+            return [self.carried_token]
+        return self.request.tokens[self.start : self.end] + self.drafts
 
     @property
     def num_logits(self) -> int:
         """Positions of this row whose next token is wanted."""
-        return 1 + len(self.drafts) if self.start + self.num_committed == len(self.request.tokens) else 0
+        return 1 + len(self.drafts) if self.emits else 0
 
 
 @dataclass
@@ -184,6 +200,7 @@ class Step:
     """The rows of one forward; N = sum of q_len packed tokens."""
 
     rows: list[Row]
+    carried: Tensor | None = None  # int64, tokens for the rows that carry one, where the host does not know them
 
     @property
     def num_tokens(self) -> int:
@@ -192,7 +209,7 @@ class Step:
     @property
     def sampled(self) -> list[Row]:
         """Rows that yield logits, in order."""
-        return [row for row in self.rows if row.num_logits]
+        return [row for row in self.rows if row.emits]
 
 
 @dataclass

@@ -1,7 +1,8 @@
-"""Where to compute and in which number format: one policy, with its reason in words.
+"""Where to compute, in which number format, and how the host and the device work side by side.
 
-Knows: what torch says about this machine. Does not know: models or their sizes. Taught in notebook 00 (the map), where
-the machine card shows what was chosen and why.
+Knows: what torch says about this machine; jobs, in what order they run, how long they took. Does not know: models or
+their sizes, what a job is for. Taught in notebooks 00 (the map), where the machine card shows what was chosen and why,
+and 08 (overlap).
 
 Decoding reads every weight once per step, so half the bytes is nearly twice the speed, provided that the processor
 multiplies the short format itself. bfloat16 keeps float32's range, so weights trained in it need no rescaling.
@@ -10,6 +11,11 @@ multiplies the short format itself. bfloat16 keeps float32's range, so weights t
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -71,3 +77,149 @@ def _cpu_bfloat16() -> tuple[bool, str]:
         if capabilities.get(flag):
             return True, f"this processor multiplies bfloat16 in hardware ({flag})"
     return False, f"this processor has none of {', '.join(BFLOAT16_FLAGS)}"
+
+
+# Jobs ------------------------------------------------------------------------------------------------------------
+#
+# A step of the engine has a part for the device (draft, forward, verify) and parts for the host (plan, settle). The
+# device's part is a job. Three devices take jobs, all of them in the order in which they come:
+#
+#     InlineDevice     runs the job while the caller waits: no overlap
+#     ThreadDevice     runs it in one worker thread beside the caller: a CPU, or a GPU through a stream of its own
+#     VirtualDevice    runs it at once, and lets a clock say how long it would have taken: for teaching and tests
+
+T = TypeVar("T")
+
+
+class Span(NamedTuple):
+    """Part of a job or of the host's work: its name, and when it began and ended (seconds of the device's clock)."""
+
+    name: str
+    start: float
+    end: float
+
+
+class Watch:
+    """Given to a job, which says `with watch("forward"): ...` around its parts."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock, self.spans = clock, []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self.clock()
+        yield
+        self.spans.append(Span(name, start, self.clock()))
+
+
+Job = Callable[[Watch], T]
+
+
+class Flight(Generic[T]):
+    """A job on its way. `wait` returns its result, or raises what it raised; `spans` are its parts then."""
+
+    def __init__(self, result: Callable[[], T], watch: Watch) -> None:
+        self.wait, self._watch = result, watch
+
+    @property
+    def spans(self) -> list[Span]:
+        return self._watch.spans
+
+
+class InlineDevice:
+    """The caller itself does the job, at once."""
+
+    def now(self) -> float:
+        """Seconds on this device's clock."""
+        return time.perf_counter()
+
+    def spend(self, name: str) -> None:
+        """The host has done this part of its work; only a virtual clock has to be told."""
+
+    def submit(self, job: Job[T]) -> Flight[T]:
+        """Begin a job after all that were submitted before. What it raises is raised by `wait`."""
+        watch, future = Watch(self.now), Future()
+        _run(future, lambda: job(watch))
+        return Flight(future.result, watch)
+
+    def close(self) -> None:
+        """Take no more jobs; those that were submitted end."""
+
+
+class ThreadDevice(InlineDevice):
+    """One worker thread. On CUDA its work goes to a stream of its own, and `wait` waits for what the job launched."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="minispec-device")
+
+    def submit(self, job: Job[T]) -> Flight[T]:
+        """See InlineDevice."""
+        watch = Watch(self.now)
+
+        done = torch.cuda.Event() if self._stream else None
+
+        def run() -> T:
+            on_stream: AbstractContextManager = torch.cuda.stream(self._stream) if self._stream else nullcontext()
+            with on_stream, torch.inference_mode():
+                result = job(watch)
+                if done:
+                    done.record(self._stream)
+                return result
+
+        future = self._worker.submit(run)
+
+        def wait() -> T:
+            result = future.result()
+            if done:
+                done.synchronize()
+            return result
+
+        return Flight(wait, watch)
+
+    def close(self) -> None:
+        """See InlineDevice."""
+        self._worker.shutdown(wait=True)
+
+
+class VirtualDevice(InlineDevice):
+    """A clock that only the dials move: seconds of each part, by its name; others take no time.
+
+    Jobs are done at once, but they begin when the device is free and end when their dials say so, and `wait` puts the
+    host's clock there. So a schedule can be timed to the tick, the same on every machine.
+    """
+
+    def __init__(self, dials: Mapping[str, float]) -> None:
+        self.dials = dict(dials)
+        self._host = self._free = 0.0
+
+    def now(self) -> float:
+        """See InlineDevice."""
+        return self._host
+
+    def spend(self, name: str) -> None:
+        """See InlineDevice."""
+        self._host += self.dials.get(name, 0.0)
+
+    def submit(self, job: Job[T]) -> Flight[T]:
+        """See InlineDevice."""
+        watch, future = Watch(lambda: 0.0), Future()
+        _run(future, lambda: job(watch))
+        at = max(self._host, self._free)
+        for place, (name, *_) in enumerate(watch.spans):
+            watch.spans[place] = Span(name, at, at + self.dials.get(name, 0.0))
+            at = watch.spans[place].end
+        self._free = at
+
+        def wait() -> T:
+            self._host = max(self._host, at)
+            return future.result()
+
+        return Flight(wait, watch)
+
+
+def _run(future: Future, work: Callable[[], object]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:  # it belongs to whoever waits
+        future.set_exception(error)

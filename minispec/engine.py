@@ -1,12 +1,17 @@
-"""The loop: plan, draft, run, verify, commit. One call of `step` is one forward of the target model.
+"""The loop: plan, launch (draft, run, verify), advance, settle. One call of `step` is one forward of the target model.
 
-Knows: the order of the five parts and what a finished token changes (cursors, text, stops, counters). Does not know:
-how rows are chosen (scheduler), where K/V live (pool), what a forward is (runner), how drafts are made (drafter).
+    plan      who takes part, with how many tokens; slots                       host
+    launch    draft, forward and verification, as one job                       device
+    advance   tokens and cursors, all that the next step must know              host, as short as can be
+    settle    text, stop strings, callbacks, counters, the ends of requests     host, may run under the next step
 
-Rollback is truncation: after verification `kv_len` is set to the committed end. Slots of rejected drafts stay
-reserved and are overwritten by the next step.
+Rollback is truncation: advancing sets `kv_len` to the committed end. Slots of rejected drafts stay reserved and are
+overwritten by the next step. What a launched step may still touch is not given back: a request that ends with a step
+in flight leaves when that step is in, and what it brings is dropped.
 
-Taught in notebooks 04 (continuous batching) and 12 (speculation inside the engine).
+Knows: the order of the parts and what a finished token changes (cursors, text, stops, counters). Does not know: how
+rows are chosen (scheduler), where K/V live (pool), what a forward is (runner), how drafts are made (drafter), what runs
+beside what (device). Taught in notebooks 04 (continuous batching), 08 (overlap) and 12 (speculation inside the engine).
 """
 
 from __future__ import annotations
@@ -20,22 +25,40 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from types import FrameType
+
+import torch
 
 from minispec.config import ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from minispec.core import Request, Row, Status, Step, TokenEvent, TokenKind
+from minispec.device import Flight, InlineDevice, Span, ThreadDevice, Watch
 from minispec.kv.pool import KVPool
 from minispec.metrics import EngineMetrics, MetricsRow, RollbackEvent
 from minispec.runner import Runner
+from minispec.sampling.distribution import needs_processing
 from minispec.sampling.rng import child_seed
-from minispec.sampling.sampler import Outcome, choose_tokens
+from minispec.sampling.sampler import Judged, Outcome, judge, outcomes
 from minispec.scheduler import Scheduler
 from minispec.speculative.controller import Controller
 from minispec.speculative.drafter import Drafter
 from minispec.text import TextStream
+from minispec.trace import DEVICE, HOST, Event, Trace
 
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Launched:
+    """A step on its way through the device, and what came of it."""
+
+    step: Step
+    flight: Flight[Judged | None]
+    number: int  # of the launch, from 1
+    seconds: dict[str, float] = field(default_factory=dict)  # of its parts on the device
+    outcomes: list[Outcome] = field(default_factory=list)  # of the rows that emit
+    emitted: list[int] = field(default_factory=list)  # tokens that each row has added
 
 
 class Engine:
@@ -43,6 +66,7 @@ class Engine:
 
     runner: the target model. pool: its slots. context_length: most tokens of one request (cut to the pool's size).
     drafters: who proposes tokens to verify; none: plain decoding. tokenizer: turns ids into text (None: ids only).
+    device: where steps run, beside the host unless enable_overlap is off.
     """
 
     def __init__(
@@ -55,6 +79,7 @@ class Engine:
         eos_ids: Iterable[int] = (),
         tokenizer: object | None = None,
         drafters: Sequence[Drafter] = (),
+        device: InlineDevice | None = None,
     ) -> None:
         self.config, self.runner, self.pool, self.drafters = config, runner, pool, list(drafters)
         self.context_length = min(context_length, pool.num_slots)
@@ -72,8 +97,13 @@ class Engine:
         self.requests: dict[str, Request] = {}  # everything not finished
         self._ids = itertools.count()
         self._seeds = random.SystemRandom()
+        self.device = device or (ThreadDevice(runner.device) if config.enable_overlap else InlineDevice())
+        self.trace = Trace() if config.enable_trace else None
+        self._launched: Launched | None = None  # on the device
+        self._unsettled: Launched | None = None  # its tokens are committed, and not yet looked at
+        self._leaving: list[tuple[Request, str, TokenEvent | None]] = []  # ended with a step in flight
+        self._launches = 0
         self._stepping = False
-        self._took: dict[str, float] = {}  # seconds of each phase of the latest step
         self._abort_later: set[str] = set()  # ids whose abort came from inside a step
         if self.context_length < 2:
             raise ConfigError(f"a context of {self.context_length} tokens cannot hold a prompt and an output token")
@@ -153,11 +183,15 @@ class Engine:
         further token of it is committed or reported before.
         """
         found = [r for r in self.requests.values() if request_id in (r.id, r.group)]
-        for request in found:
-            if self._stepping:
-                self._abort_later.add(request.id)
-            else:
-                self._finish(request, "abort")
+        if self._stepping:
+            self._abort_later.update(request.id for request in found)
+        elif found:
+            if any(request.in_flight for request in found):
+                with self._exclusive():
+                    self._land_all()
+            for request in found:
+                if not request.finished:
+                    self._finish(request, "abort")
         return bool(found)
 
     def _new_id(self) -> str:
@@ -173,109 +207,281 @@ class Engine:
     def step(self) -> Step:
         """One forward for everybody whose turn it is. Returns what was run (an empty step when nothing is queued).
 
+        With overlap, the step whose tokens came in is returned; the next one is on the device already, and what the
+        tokens mean (text, stop strings, callbacks) is settled under it, at the next call.
         Ctrl-C takes effect when the step is done. An exception of the model passes through; the requests are still
         there and the next step computes them again.
         """
+        with self._exclusive():
+            started = self.device.now()
+            launched = self.overlap_loop() if self.config.enable_overlap else self.normal_loop()
+            if launched is None:
+                return Step([])
+            self._end_step(launched, self.device.now() - started)
+            if self.config.check_every_step:
+                self.check_integrity()
+            return launched.step
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """What callbacks want to abort is aborted at the end of this block; nobody may step inside."""
         if self._stepping:
             raise RuntimeError("a step is running already: an engine belongs to one thread, callbacks must not step it")
         self._stepping = True
         with hold_interrupts():
             try:
-                return self._step()
+                yield
             finally:
                 self._stepping = False
-                for request_id in self._abort_later & set(self.requests):
-                    self.abort(request_id)
+                for request in [self.requests[name] for name in self._abort_later & set(self.requests)]:
+                    self._finish(request, "abort")
                 self._abort_later.clear()
 
-    def _step(self) -> Step:
-        with self._timed("plan"):
-            step = self.scheduler.plan(self.controller.choose if self.controller else None)
+    # Both loops do the same things to each step, in another order.
+
+    def normal_loop(self) -> Launched | None:
+        """Plan, launch, wait, advance, settle: one after the other. None when nothing can run."""
+        step = self._plan()
         if not step.rows:
-            assert not self.requests, "requests are queued and none can run"
-            return step
-        with self._timed("draft"):
-            if self.controller:
-                self.controller.draft(step)
-        with self._timed("forward"):
-            logits = self.runner.forward(step, self.pool.table.slots)
-        with self._timed("verify"):
-            outcomes = choose_tokens(logits, step.sampled, self.verification) if step.sampled else []
-        with self._timed("commit"):
-            self._commit(step, outcomes)
-        self._end_step(step)
-        if self.config.check_every_step:
-            self.check_integrity()
+            return None
+        launched = self._launch(step)
+        self._advance(launched)
+        self._settle(launched)
+        return launched
+
+    def overlap_loop(self) -> Launched | None:
+        """Settle the step before and plan the next one while this one is on the device.
+
+            host      settle n-1, plan n+1    advance n    settle n, plan n+2      advance n+1
+            device    step n ................              step n+1 ...........
+
+        When no row of step n+1 needs to know what step n brings (its token ids can stay on the device), n+1 is launched
+        before n is in, and the device never waits. Otherwise (drafts start where the accepted ones end) the host waits
+        for n and launches at once what it has planned.
+        """
+        if self._launched is None:
+            step = self._plan()
+            if not step.rows:
+                return None
+            self._launched = self._launch(step)
+        current, self._launched = self._launched, None
+        self._settle_rest()
+        following = self._plan(ahead=True)
+        carried = following is not None and self._carry(following, current)
+        if carried:
+            self._launched = self._launch(following, after=current)
+        self._advance(current)
+        self._unsettled = current
+        if not carried:
+            following = following and self._complete(following)
+            if not following or not following.rows:  # memory is short, or all have ended: settle first, then look again
+                self._settle_rest()
+                following = self._plan()
+            if following.rows:
+                self._launched = self._launch(following)
+        if self._launched is None:
+            self._settle_rest()
+        return current
+
+    def _settle_rest(self) -> None:
+        if self._unsettled is not None:
+            launched, self._unsettled = self._unsettled, None
+            self._settle(launched)
+
+    def _land_all(self) -> None:
+        """Nothing is in flight afterwards."""
+        if self._launched is not None:
+            launched, self._launched = self._launched, None
+            self._settle_rest()
+            self._advance(launched)
+            self._unsettled = launched
+        self._settle_rest()
+
+    # The parts of a step ---------------------------------------------------------------------------------------
+
+    def _plan(self, *, ahead: bool = False) -> Step | None:
+        with self._timed("plan"):
+            step = self.scheduler.plan(self.controller.most if self.controller else 0, ahead=ahead)
+        assert ahead or step.rows or not self.requests, "requests are queued and none can run"
         return step
 
-    def _commit(self, step: Step, outcomes: list[Outcome]) -> None:
-        """Give each request its tokens and set its cursors to the committed end."""
-        self.metrics.steps += 1
-        self.metrics.computed_tokens += step.num_tokens
-        self._count_seconds(step)
-        tokens_before, emitting = self.metrics.output_tokens, 0
-        by_row = dict(zip(map(id, step.sampled), outcomes, strict=True))
+    def _carry(self, step: Step, before: Launched) -> bool:
+        """Let rows of `step` take their token from `before`, which is in flight; False if one cannot."""
+        if not step.rows or (self.controller and self.controller.on):
+            return False
+        places = {row.request: place for place, row in enumerate(before.step.sampled)}
+        for row in step.rows:
+            if row.request in places and needs_processing(row.request.params):  # its history must be known
+                return False
+        for row in step.rows:
+            row.carried = places.get(row.request)
+            row.max_drafts = 0
+        return True
+
+    def _complete(self, step: Step) -> Step:
+        """A step that was planned ahead, after what it waited for is in."""
+        rows = [row for row in step.rows if not row.request.ending and not row.request.finished]
+        for row in rows:
+            if not row.request.in_prefill:
+                row.start = row.request.kv_len
+        return Step(rows)
+
+    def _launch(self, step: Step, after: Launched | None = None) -> Launched:
+        """Send draft, forward and verification to the device; move the cursors of what the step reads for sure."""
+        if self.controller and after is None:
+            with self._timed("choose"):
+                self.controller.choose(step)
         for row in step.rows:
             request = row.request
-            if request.id in self._abort_later:
-                continue
-            request.metrics.forwards += 1
-            request.metrics.computed_tokens += row.q_len
-            was_prefill = request.in_prefill
-            request.kv_len = row.start + row.num_committed
-            outcome = by_row.get(id(row))
-            if outcome is None:  # a chunk of a prompt; others that begin alike need not wait for its end
-                self.pool.commit_prefix(request)
-                continue
-            if outcome.failed:
-                self._fail(request, "no token can be chosen: the logits are not finite, or every token is forbidden")
-                continue
-            if was_prefill:
-                self.pool.commit_prefix(request)
-            self._append(row, outcome)
-            emitting += 1
-        self._emitted = self.metrics.output_tokens - tokens_before
-        if emitting:
-            self.metrics.forwards_saved += self._emitted / emitting - 1
+            request.in_flight += 1
+            request.unread += row.emits * (1 + row.max_drafts)
+            if request.in_prefill:
+                request.kv_len = row.end
+        before = after and after.flight
 
-    def _append(self, row: Row, outcome: Outcome) -> None:
-        request = row.request
-        if request.metrics.first_token_s is None:
-            request.metrics.first_token_s = time.perf_counter() - request.created
+        def job(watch: Watch) -> Judged | None:
+            if before is not None:
+                _take_over(step, before.wait().next_ids)
+            if any(row.max_drafts for row in step.rows):
+                with watch("draft"):
+                    self.controller.draft(step)
+            with watch("forward"):
+                logits = self.runner.forward(step, self.pool.table.slots)
+            with watch("verify"):
+                return judge(logits, step.sampled, self.verification) if step.sampled else None
+
+        self._launches += 1
+        return Launched(step, self.device.submit(job), self._launches)
+
+    def _advance(self, launched: Launched) -> None:
+        """Wait for the step; append its tokens and set cursors to the committed end: what the next step must know."""
+        step = launched.step
+        try:
+            judged = launched.flight.wait()
+        except BaseException:
+            self._give_up(launched)
+            raise
+        launched.seconds = self._device_seconds(launched)
+        with self._timed("advance"):
+            if self.controller:
+                self.controller.settle()
+            launched.outcomes = outcomes(judged, step.sampled) if judged else []
+            self.metrics.steps += 1
+            self.metrics.computed_tokens += step.num_tokens
+            results = iter(launched.outcomes)
+            for row in step.rows:
+                request, outcome = row.request, next(results) if row.emits else None
+                request.in_flight -= 1
+                request.unread -= row.emits * (1 + row.max_drafts)
+                dropped = request.ending or request.id in self._abort_later  # it ended while this was in flight
+                launched.emitted.append(0 if dropped else self._take(row, outcome))
+            for request, reason, event in self._leaving[:]:
+                if not request.in_flight:
+                    self._leaving.remove((request, reason, event))
+                    self._finish(request, reason, event)
+
+    def _take(self, row: Row, outcome: Outcome | None) -> int:
+        """Commit what a row has brought; the number of tokens that it adds."""
+        request, before = row.request, len(row.request.tokens)
+        request.metrics.forwards += 1
+        request.metrics.computed_tokens += row.q_len
+        if before == request.prefill_end:  # it is reading its prompt; others that begin alike need not wait for its end
+            request.kv_len = max(request.kv_len, row.end)
+            if not (outcome and outcome.failed):
+                self.pool.commit_prefix(request, row.end)
+        if outcome is None:
+            return 0
+        if outcome.failed:
+            request.error = "no token can be chosen: the logits are not finite, or every token is forbidden"
+            request.ending = "error"
+            return 0
         for place, (token, kind) in enumerate(zip(outcome.tokens, _kinds(row, outcome), strict=True)):
             request.tokens.append(token)
             request.kinds.append(kind)
             if outcome.logprobs:
                 request.logprobs.append(outcome.logprobs[place])
-            reason, text = self._read(request, token)
-            event = TokenEvent(token, kind, text, reason)
+            if request.num_output > request.params.min_tokens and token in request.stop_ids:
+                request.ending = "stop"
+                break
+            if len(request.tokens) == request.max_len:
+                request.ending = "length"
+                break
+        request.kv_len = len(request.tokens) - 1  # rollback: what lies behind is not valid any more
+        return place + 1
+
+    def _give_up(self, launched: Launched) -> None:
+        """The device failed: the cursors go back to where they were before the launches, and nothing is in flight."""
+        flying = [launched] if self._launched is None else [launched, self._launched]
+        self._launched = None
+        for each in flying[1:]:
+            with suppress(BaseException):
+                each.flight.wait()
+        for row in (row for each in flying for row in each.step.rows):
+            request = row.request
+            request.in_flight = request.unread = 0
+            if len(request.tokens) == request.prefill_end:
+                request.kv_len = min(request.kv_len, row.start)
+        for request, reason, event in self._leaving:
+            self._finish(request, reason, event)
+        self._leaving.clear()
+
+    def _settle(self, launched: Launched) -> None:
+        """What the new tokens mean: text, stop strings, who hears of them, counters, who has ended."""
+        step = launched.step
+        with self._timed("settle"):
+            self._count_seconds(launched)
+            results, emitted = iter(launched.outcomes), []
+            for row, count in zip(step.rows, launched.emitted, strict=True):
+                outcome = next(results) if row.emits else None
+                if outcome is None or row.request.finished or row.request.id in self._abort_later:
+                    continue
+                if outcome.failed:
+                    self._finish(row.request, "error")
+                elif count:
+                    emitted.append(self._report(row, outcome, count))
+            self.metrics.output_tokens += sum(emitted)
+            if emitted:
+                self.metrics.forwards_saved += sum(emitted) / len(emitted) - 1
+        if self.controller and self._launched is None:
+            self.controller.settle()
+
+    def _report(self, row: Row, outcome: Outcome, count: int) -> int:
+        """Tell about the row's `count` tokens until one of them ends the text; the number that stays."""
+        request, first = row.request, row.end
+        if request.metrics.first_token_s is None:
+            request.metrics.first_token_s = time.perf_counter() - request.created
+        for place in range(count):
+            token, number = request.tokens[first + place], first + place + 1 - len(request.prompt)
+            reason, text = self._read(request, token, number)
+            event = TokenEvent(token, request.kinds[number - 1], text, reason)
             if reason is not None:
                 break
             self._emit(request, event)
             if request.id in self._abort_later:  # the consumer has had enough
                 break
-        request.kv_len = len(request.tokens) - 1  # rollback: what lies behind is not valid any more
-        self._count(row, outcome, emitted=place + 1)
+        emitted = place + 1
+        if emitted < count:
+            request.end = first + emitted
+        self._count(row, outcome, emitted)
         if row.drafts:
-            self.controller.record(row, outcome.accepted, place + 1, broken=outcome.broken)
+            self.controller.record(row, outcome.accepted, emitted, broken=outcome.broken)
         if reason is not None:
             self._finish(request, reason, event)
+        return emitted
 
-    def _read(self, request: Request, token: int) -> tuple[str | None, str]:
-        """Finish reason (None: go on) after `token`, the newest, and the text that may be shown now."""
+    def _read(self, request: Request, token: int, number: int) -> tuple[str | None, str]:
+        """Finish reason (None: go on) after `token`, output token `number` from 1, and the text that may be shown."""
         params, text = request.params, request.text
-        may_stop = request.num_output > params.min_tokens
-        if may_stop and token in request.stop_ids:
+        if number > params.min_tokens and token in request.stop_ids:
             return "stop", text.flush()
-        shown = text.push(token, check_stop=request.num_output >= params.min_tokens)
+        shown = text.push(token, check_stop=number >= params.min_tokens)
         if text.stopped:
             return "stop", shown
-        if len(request.tokens) == request.max_len:
+        if len(request.prompt) + number == request.max_len:
             return "length", shown + text.flush()
         return None, shown
 
     def _count(self, row: Row, outcome: Outcome, emitted: int) -> None:
-        self.metrics.output_tokens += emitted
         if not row.drafts:
             return
         metrics = row.request.metrics
@@ -284,26 +490,38 @@ class Engine:
             counts.record(len(row.drafts), outcome.accepted, emitted)
         kept = min(outcome.accepted, emitted)  # a stop inside the draft undoes the rest of it, right or not
         if kept < len(row.drafts):
-            start, undone = row.start + row.num_committed + kept, tuple(row.drafts[kept:])
+            start, undone = row.end + kept, tuple(row.drafts[kept:])
             slots = self.pool.slots(row.request)[start : start + len(undone)].tolist()
             metrics.rollbacks.append(
                 RollbackEvent(row.request.id, self.metrics.steps, start, tuple(slots), undone, outcome.accepted)
             )
 
-    def _count_seconds(self, step: Step) -> None:
+    def _device_seconds(self, launched: Launched) -> dict[str, float]:
+        """Seconds of each part of a job; they also go into the metrics and the trace."""
+        seconds: dict[str, float] = {}
+        for span in launched.flight.spans:
+            seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
+            self._note(DEVICE, span, launched)
+        for name, value in seconds.items():
+            self.metrics.add_seconds(name, value)
+        return seconds
+
+    def _count_seconds(self, launched: Launched) -> None:
         """Draft and verification time: once for the engine, in full for each request that shared the wait."""
-        draft, verify = self._took["draft"], self._took["forward"] + self._took["verify"]
-        asked = [row for row in step.rows if row.max_drafts > 0]
+        seconds = launched.seconds
+        draft, verify = seconds.get("draft", 0.0), seconds["forward"] + seconds.get("verify", 0.0)
+        asked = [row for row in launched.step.rows if row.max_drafts > 0]
         for row in asked:
             row.request.metrics.speculation.record_seconds(draft, verify if row.drafts else None)
         if asked:
             self.metrics.speculation.record_seconds(draft, verify if any(row.drafts for row in asked) else None)
 
-    def _end_step(self, step: Step) -> None:
+    def _end_step(self, launched: Launched, seconds: float) -> None:
         """Tell the controller what the step cost, and write a row of the history when it is time."""
+        self.metrics.wall_seconds += seconds
         if self.controller:
-            draft = self._took["draft"]
-            self.controller.end_step(step, draft, sum(self._took.values()) - draft, self._emitted)
+            draft = launched.seconds.get("draft", 0.0)
+            self.controller.end_step(launched.step, draft, max(0.0, seconds - draft), sum(launched.emitted))
         if self.metrics.steps % self.metrics_interval == 0:
             now = self.snapshot()
             self.history.append(MetricsRow.between(self._before, now))
@@ -319,12 +537,17 @@ class Engine:
             metrics.draft_bytes = sum(getattr(drafter, "bytes_read", 0) for drafter in self.drafters)
         return metrics
 
-    def _fail(self, request: Request, message: str) -> None:
-        request.error = message
-        self._finish(request, "error")
-
     def _finish(self, request: Request, reason: str, event: TokenEvent | None = None) -> None:
-        """The only way out: give everything back and say so once."""
+        """The only way out: give everything back and say so once; when a launched step still has it, after that."""
+        if request.in_flight:
+            if not any(request is other for other, *_ in self._leaving):
+                request.ending = reason
+                self._leaving.append((request, reason, event))
+            return
+        if request.end is not None:
+            kept = request.num_output
+            del request.tokens[request.end :], request.kinds[kept:], request.logprobs[kept:]
+            request.kv_len, request.end = min(request.kv_len, len(request.tokens) - 1), None
         request.finish_reason = reason
         del self.requests[request.id]
         self.scheduler.remove(request, keep=reason != "error")
@@ -351,11 +574,36 @@ class Engine:
             assert request.status is Status.RUNNING or request.table_row is None, f"{request.id} waits and holds slots"
 
     @contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        started = time.perf_counter()
+    def _timed(self, name: str) -> Iterator[None]:
+        started = self.device.now()
         yield
-        self._took[phase] = time.perf_counter() - started
-        self.metrics.add_seconds(phase, self._took[phase])
+        self.device.spend(name)
+        span = Span(name, started, self.device.now())
+        self.metrics.add_seconds(name, span.end - span.start)
+        self._note(HOST, span)
+
+    def _note(self, lane: str, span: Span, launched: Launched | None = None) -> None:
+        if self.trace is not None:
+            rows = launched.step.rows if launched else []
+            tokens, ids = sum(row.q_len for row in rows), tuple(row.request.id for row in rows)
+            number = launched.number if launched else self._launches
+            self.trace.events.append(Event(lane, *span, number, len(rows), tokens, ids))
+
+    def close(self) -> None:
+        """Abort what runs and let the device go."""
+        for request_id in list(self.requests):
+            self.abort(request_id)
+        self.device.close()
+
+
+def _take_over(step: Step, next_ids: torch.Tensor) -> None:
+    """Give the rows that carry a token the one that the step before has chosen: on the device, if it is there."""
+    if next_ids.device.type != "cpu":
+        step.carried = next_ids
+        return
+    for row in step.rows:
+        if row.carried is not None:
+            row.carried_token = int(next_ids[row.carried])
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from minispec.models.loading import load_model
 from minispec.runner import ModelRunner
 from minispec.speculative.build import build_drafters, needs_hidden
 from minispec.speculative.drafter import Drafter
+from minispec.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,8 @@ class LLM:
     dtype: "auto", "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda", "cuda:1".
     drafter: an object with the `Drafter` protocol instead of the one that speculative_config names.
     options: the fields of `minispec.config.EngineConfig`: page_size, max_num_batched_tokens, chunked_prefill_size,
-    max_num_seqs, kv_cache_tokens, context_length, enable_radix_cache, check_every_step, speculative_config.
+    max_num_seqs, kv_cache_tokens, context_length, enable_radix_cache, enable_overlap, enable_trace, check_every_step,
+    speculative_config.
 
     Raises ConfigError for a bad option and ModelLoadError for a model that cannot be loaded; both are ValueErrors.
     """
@@ -320,6 +322,12 @@ class LLM:
         """What happened over time: one row for every `metrics_interval` steps."""
         return list(self.engine.history)
 
+    def trace(self) -> Trace:
+        """What the host and the device did, and when. Raises ConfigError unless enable_trace is on."""
+        if self.engine.trace is None:
+            raise ConfigError("nothing is traced: make the LLM with enable_trace=True")
+        return self.engine.trace
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner."""
         self.engine.check_integrity()
@@ -330,8 +338,8 @@ class LLM:
 
     def close(self) -> None:
         """Abort what is running and let the memory of model and pool go. Closing twice is no error."""
-        for request_id in list(self.engine.requests):
-            self.engine.abort(request_id)
+        if self._open:
+            self.engine.close()
         self._open = False
         self.model = self.engine.runner = self.engine.controller = None
 

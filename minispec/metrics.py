@@ -168,7 +168,8 @@ class EngineMetrics:
     output_tokens: int = 0
     preemptions: int = 0
     finished: dict[str, int] = field(default_factory=dict)  # finish reason -> requests
-    seconds: dict[str, float] = field(default_factory=dict)  # plan, draft, forward, verify, commit
+    wall_seconds: float = 0.0  # in steps
+    seconds: dict[str, float] = field(default_factory=dict)  # of each part; with overlap they add up to more
 
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     by_drafter: dict[str, SpeculationCounts] = field(default_factory=dict)
@@ -224,8 +225,7 @@ class EngineMetrics:
 
     @property
     def rollbacks_per_second(self) -> float:
-        total = sum(self.seconds.values())
-        return self.speculation.rollbacks / total if total else 0.0
+        return self.speculation.rollbacks / self.wall_seconds if self.wall_seconds else 0.0
 
     @property
     def weight_bytes_read(self) -> int:
@@ -261,7 +261,7 @@ class MetricsRow:
         return cls(
             step=now.steps,
             steps=steps,
-            seconds=sum(now.seconds.values()) - sum(before.seconds.values()),
+            seconds=now.wall_seconds - before.wall_seconds,
             output_tokens=now.output_tokens - before.output_tokens,
             batch=rows / max(1, steps),
             candidate_length=drafted / max(1, rows),

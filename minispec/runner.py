@@ -122,6 +122,11 @@ class ModelRunner:
             torch.from_numpy(array).to(self.device)
             for array in (layout.token_ids, layout.positions, layout.slots, layout.logit_rows)
         )
+        if step.carried is not None:
+            places = np.cumsum(layout.q_lens) - 1
+            carrying = [(b, row.carried) for b, row in enumerate(step.rows) if row.carried is not None]
+            mine, theirs = (torch.tensor(column, device=self.device) for column in zip(*carrying, strict=True))
+            token_ids[torch.from_numpy(places).to(self.device)[mine]] = step.carried[theirs]
         hidden = self.model.forward(token_ids, positions, self.tenant.attend(layout, table))  # [N, H]
         if self.hidden is not None:
             self.hidden.index_copy_(0, slots, hidden)

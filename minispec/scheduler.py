@@ -7,8 +7,8 @@ long prompt never stops the others. One budget of tokens per forward is given ou
 1. every decoding request gets one row; when slots run out, what rejected drafts left over is taken back, then the
    request admitted last is preempted: it gives its slots back, waits at the head of the queue, and is computed again
    later (most of it comes from the radix cache);
-2. draft tokens for the decoding requests, as many as the caller's rule says, where slots are free or hold cached
-   prefixes, and only in pages that they hold already while the queue's head lacks pages;
+2. room for draft tokens of the decoding requests, oldest first, where slots are free or hold cached prefixes, and only
+   in pages that they hold already while the queue's head lacks pages (the controller may use less of it);
 3. prompt chunks of admitted requests, oldest first;
 4. admission, first come first served, when the whole prompt fits.
 
@@ -22,15 +22,12 @@ Taught in notebooks 04 (continuous batching) and 05 (chunked prefill).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import numpy as np
 
 from minispec.config import EngineConfig
 from minispec.core import Request, Row, Status, Step
 from minispec.kv.pool import KVPool, pages_for
-
-ChooseLengths = Callable[[list[Row], int, int], list[int]]
 
 
 class Scheduler:
@@ -56,32 +53,33 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = Status.FINISHED
 
-    def plan(self, choose_lengths: ChooseLengths | None = None) -> Step:
+    def plan(self, candidate_length: int, *, ahead: bool = False) -> Step | None:
         """Choose the rows of the next forward and reserve their slots. An empty step means nothing can run.
 
-        choose_lengths(decoding rows, budget, prompt tokens beside them) says how many draft tokens each row should get
-        (None: no drafts); `Row.max_drafts` is how many of these have slots.
+        `Row.max_drafts` of a decoding row says how many draft tokens, at most `candidate_length`, have slots and
+        budget. ahead: a step is in flight, so nothing can be taken from a request; None when that is necessary.
         """
         # 1) One row for everyone who decodes.
         rows = []
-        if self._head_lacks_pages:
+        if self._head_lacks_pages and not ahead:
             self._trim_drafts()
         for request in list(self.running):
             decoding = request.status is Status.RUNNING and not request.in_prefill
-            if decoding and self._make_room(request):
-                rows.append(Row(request, request.kv_len, 1))
+            if not decoding or request.ending or len(request.tokens) + (request.unread > 0) >= request.max_len:
+                continue
+            if ahead and not self.pool.reserve(request, len(request.tokens) + request.unread):
+                return None
+            if ahead or self._make_room(request):
+                rows.append(Row(request, len(request.tokens) + request.unread - 1, 1))
         budget = self.config.max_num_batched_tokens - len(rows)
         # 2) Drafts.
-        prefilling = [request for request in self.running if request.in_prefill]
+        prefilling = [request for request in self.running if request.in_prefill and not request.ending]
         reading = prefilling or (self.waiting and len(self.running) < self.config.max_num_seqs)
         draft_budget = budget - (max(1, self.config.max_num_batched_tokens // 4) if reading else 0)
-        if choose_lengths is not None and rows and draft_budget > 0:
-            unread = sum(min(request.prefill_end - request.kv_len, self.chunk_size) for request in prefilling)
-            lengths = choose_lengths(rows, draft_budget, min(unread, budget))
-            assert sum(lengths) <= draft_budget, f"drafts {lengths} are more than {draft_budget}"
-            for row, length in zip(rows, lengths, strict=True):
-                row.max_drafts = self._draft_slots(row.request, length)
-                budget -= row.max_drafts
+        for row in rows:
+            row.max_drafts = self._draft_slots(row.request, min(candidate_length, draft_budget))
+            draft_budget -= row.max_drafts
+            budget -= row.max_drafts
         # 3) Prompt chunks of requests that hold slots already.
         for request in prefilling:
             budget -= self._add_chunk(rows, request, budget)
@@ -98,14 +96,15 @@ class Scheduler:
     def _add_chunk(self, rows: list[Row], request: Request, budget: int) -> int:
         size = min(request.prefill_end - request.kv_len, self.chunk_size, budget)
         if size > 0:
-            rows.append(Row(request, request.kv_len, size))
+            emits = request.kv_len + size == len(request.tokens)
+            rows.append(Row(request, request.kv_len, size, emits))
         return max(size, 0)
 
     def _draft_slots(self, request: Request, wanted: int) -> int:
         """Reserve up to `wanted` draft slots. Drafts preempt nobody and take no page that the queue's head lacks."""
-        wanted = max(0, min(wanted, request.max_drafts))
-        if wanted and (self._head_lacks_pages or not self.pool.reserve(request, len(request.tokens) + wanted)):
-            wanted = min(wanted, request.num_pages * self.pool.page_size - len(request.tokens))
+        wanted, length = max(0, min(wanted, request.max_drafts)), len(request.tokens) + request.unread
+        if wanted and (self._head_lacks_pages or not self.pool.reserve(request, length + wanted)):
+            wanted = max(0, min(wanted, request.num_pages * self.pool.page_size - length))
         return wanted
 
     def _make_room(self, request: Request) -> bool:
@@ -168,7 +167,7 @@ class Scheduler:
         tokens = np.array(request.tokens[:-1])
         cached = None
         for other in self.running:
-            if other.in_prefill:
+            if len(other.tokens) == other.prefill_end:  # its first token is not there: the tree may lack its prompt
                 shared = _common_prefix(tokens, np.array(other.tokens[: other.prefill_end]))
                 shared -= shared % self.pool.page_size
                 cached = self.pool.tree.match(request.tokens[:-1]).length if cached is None else cached

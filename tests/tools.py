@@ -129,6 +129,7 @@ def tag_engine(
 ) -> Engine:
     """An engine over the tag model; the ledger is checked after every step."""
     config.setdefault("page_size", 4)
+    config.setdefault("enable_overlap", False)
     if drafter is not None:
         config.setdefault("speculative_config", {"candidate_length": candidate_length, "adaptive": False})
     config = EngineConfig(check_every_step=True, kv_cache_tokens=slots, **config)

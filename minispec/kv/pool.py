@@ -227,8 +227,10 @@ class KVPool:
             self.allocator.free(self._pages(self.slots(request)[keep * self.page_size :]))
             request.num_pages = keep
 
-    def commit_prefix(self, request: Request) -> None:
-        """Hand the whole pages of tokens[:kv_len] to the radix tree, and keep them locked while the request goes on.
+    def commit_prefix(self, request: Request, length: int | None = None) -> None:
+        """Hand the whole pages of tokens[:length] to the radix tree, and keep them locked while the request goes on.
+
+        length: positions whose K/V are computed, kv_len unless given.
 
                   0          tree_len       present        whole     kv_len   allocated
         before    |  the tree's  |  request's  |  request's  |      request's      |
@@ -242,7 +244,7 @@ class KVPool:
         if not self.enable_radix_cache:
             return
         row, old = self.table.row(request.table_row), request.tree_len
-        whole = request.kv_len // self.page_size * self.page_size
+        whole = (request.kv_len if length is None else length) // self.page_size * self.page_size
         node, present = self.tree.insert(request.tokens[:whole], row[:whole])
         assert old <= len(present), f"request {request.id!r}: part of its locked prefix has left the tree"
         self.allocator.free(self._pages(row[old : len(present)]))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -45,17 +46,26 @@ class Outcome:
     broken: bool = False
 
 
+class Judged(NamedTuple):
+    """What was decided about the rows of a step, B rows and R logits rows, on the logits' device."""
+
+    accepted: torch.Tensor  # int64 [B]
+    next_ids: torch.Tensor  # int64 [B]
+    bad: torch.Tensor  # bool [R], no distribution
+    broken: torch.Tensor  # bool [B]
+    logprobs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # of rows that want them, see token_logprobs
+
+
 @torch.inference_mode()
-def choose_tokens(logits: torch.Tensor, rows: Sequence[Row], verification: str = "rejection") -> list[Outcome]:
-    """Sample and verify all rows of a step at once.
+def judge(logits: torch.Tensor, rows: Sequence[Row], verification: str = "rejection") -> Judged:
+    """Sample and verify all rows of a step at once, without waiting for the device.
 
     logits: [R, V] float32, the rows' positions in order (1 + number of drafts each). verification: see
     `SpeculativeConfig`. With "match" every position is sampled with the random number that plain decoding uses there,
     so a seeded request gets the tokens that it gets without speculation.
     """
     device = logits.device
-    num_drafts = np.array([len(row.drafts) for row in rows])
-    row_start = np.cumsum(num_drafts + 1) - (num_drafts + 1)  # [B] first logits row of each request
+    row_start, num_drafts = _places(rows)
     drafts = torch.tensor([t for row in rows for t in (*row.drafts, -1)], device=device)  # [R]; -1: bonus row
     starts, counts = torch.as_tensor(row_start, device=device), torch.as_tensor(num_drafts, device=device)
 
@@ -74,14 +84,33 @@ def choose_tokens(logits: torch.Tensor, rows: Sequence[Row], verification: str =
     stops = starts + verdict.accepted
     broken = torch.zeros_like(stops, dtype=torch.bool) if q is None else ~is_distribution(q[stops])
     broken &= stops < starts + counts  # a bonus row has no draft
-    bad, broken = bad_rows(processed).tolist(), broken.tolist()
-    accepted, next_ids = verdict.accepted.tolist(), verdict.next_ids.tolist()
-    outcomes = []
+    chosen = drafts.clamp(min=0).index_copy(0, stops, verdict.next_ids)  # [R] the token that each row ends up with
+    logprobs = [
+        token_logprobs(logits[start : start + row.num_logits], chosen[start : start + row.num_logits], top)
+        for row, start in zip(rows, row_start, strict=True)
+        if (top := row.request.params.logprobs) is not None
+    ]
+    return Judged(verdict.accepted, verdict.next_ids, bad_rows(processed), broken, logprobs)
+
+
+def outcomes(judged: Judged, rows: Sequence[Row]) -> list[Outcome]:
+    """What was decided, as plain numbers. Waits for the device if `judged` is there."""
+    row_start, _ = _places(rows)
+    accepted, next_ids, bad, broken = (column.tolist() for column in judged[:4])
+    logprobs, result = iter(judged.logprobs), []
     for b, row in enumerate(rows):
         tokens = [*row.drafts[: accepted[b]], next_ids[b]]
         failed = any(bad[row_start[b] : row_start[b] + len(tokens)])
-        outcomes.append(Outcome(accepted[b], tokens, _logprobs(logits, row, row_start[b], tokens), failed, broken[b]))
-    return outcomes
+        wanted = row.request.params.logprobs is not None
+        of_tokens = _logprobs(*next(logprobs))[: len(tokens)] if wanted else []
+        result.append(Outcome(accepted[b], tokens, of_tokens, failed, broken[b]))
+    return result
+
+
+def _places(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+    """[B] first logits row of each request, [B] its drafts."""
+    num_drafts = np.array([len(row.drafts) for row in rows])
+    return np.cumsum(num_drafts + 1) - (num_drafts + 1), num_drafts
 
 
 def _draft_distributions(rows: Sequence[Row], drafts: torch.Tensor, p: torch.Tensor) -> torch.Tensor | None:
@@ -117,16 +146,11 @@ def _histories(rows: Sequence[Row]) -> list[LogitRow | None]:
 def _uniforms(rows: Sequence[Row], purpose: Purpose) -> np.ndarray:
     """[R] random numbers, keyed by the request's seed and the position of the token being chosen."""
     seeds = np.array([row.request.seed for row in rows for _ in range(row.num_logits)], dtype=np.uint64)
-    positions = np.array([len(row.request.tokens) + j for row in rows for j in range(row.num_logits)])
+    positions = np.array([row.end + j for row in rows for j in range(row.num_logits)])
     return uniforms(seeds, positions, purpose)
 
 
-def _logprobs(logits: torch.Tensor, row: Row, start: int, tokens: list[int]) -> list[TokenLogprob]:
-    top = row.request.params.logprobs
-    if top is None:
-        return []
-    ids = torch.tensor(tokens, device=logits.device)
-    chosen, top_ids, top_values = token_logprobs(logits[start : start + len(tokens)], ids, top)
+def _logprobs(chosen: torch.Tensor, top_ids: torch.Tensor, top_values: torch.Tensor) -> list[TokenLogprob]:
     return [
         TokenLogprob(value, dict(zip(ids_at, values_at, strict=True)))
         for value, ids_at, values_at in zip(chosen.tolist(), top_ids.tolist(), top_values.tolist(), strict=True)

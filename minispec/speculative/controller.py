@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minispec.config import SpeculativeConfig
+from minispec.config import MAX_CANDIDATE_LENGTH, SpeculativeConfig
 from minispec.core import Request, Row, Step
 from minispec.metrics import EngineMetrics, SpeculationCounts
 from minispec.speculative.costs import Acceptance, RowCost
@@ -77,7 +77,8 @@ class _State:
 class Controller:
     """Owns the drafters of an engine and decides over them. At most one of them has a model.
 
-    Per step: `choose` (how many drafts), `draft` (get them), `record` for each row (what was kept), `end_step` (times).
+    Per step: `choose` (how many drafts), `draft` (get them, on the device), `record` for each row (what was kept),
+    `end_step` (times).
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Controller:
         self.target_cost, self.draft_cost = RowCost(), RowCost()
         self._states: dict[Request, _State] = {}
         self._kinds: dict[tuple[str, int], Acceptance] = {}
-        self._copies: dict[Request, Draft] = {}  # of this step, where they were looked up to decide
+        self._ended: list[Request] = []  # requests that drafters may still know
         self._kind: dict[Request, int] = {}
         self._step = self._turns = 0
         self._drafting = True  # whether the latest decision was to draft
@@ -103,42 +104,57 @@ class Controller:
         self._large_until = 0  # drafting is off up to this step, because the batch was too large
         self._paused_until, self._pause = 0, PAUSE
         self._speed_window: deque[tuple[float, float]] = deque(maxlen=64)  # (plain would take, took), drafted steps
-        self._decoding: list[Row] = []  # of the latest step, those that get a token
-        self._draft_passes = self._draft_rows = 0  # its draft forwards with a new token, and requests that drafted
 
     # Before the forward --------------------------------------------------------------------------------------------
 
-    def choose(self, rows: Sequence[Row], budget: int, other_rows: int) -> list[int]:
-        """Draft tokens wanted for each decoding row, `budget` in all, beside `other_rows` prompt tokens.
+    @property
+    def on(self) -> bool:
+        """Some drafter has not failed too often."""
+        return any(guard.on for guard in self.guards.values())
 
-        Also sets `row.drafter`. Room for them is the scheduler's affair.
+    @property
+    def most(self) -> int:
+        """Draft tokens of a request in a step that there must be room for."""
+        return self.config.candidate_length if self.on else 0
+
+    def choose(self, step: Step) -> None:
+        """Cut `row.max_drafts` of the decoding rows to the drafts that they shall have, and say who drafts.
+
+        Copies are put into `row.drafts` at once: they need no device. The rows' committed tokens must be complete.
         """
         self._step += 1
-        self._copies.clear()
-        wanted = dict.fromkeys(map(id, rows), 0)
-        reason = self._closed(len(rows))
-        open_rows = []
+        rows = [row for row in step.rows if not row.request.in_prefill]
+        reason, open_rows = self._closed(len(rows)), []
         for row in rows:
-            why = reason or self._held_back(row.request)
+            why = reason or self._held_back(row)
             if why:
+                row.max_drafts = 0
                 self._count(why)
             else:
                 open_rows.append(row)
-        for row in self._in_turn(open_rows):
+        for row in self._waiting_turn(open_rows):
             open_rows.remove(row)
+            row.max_drafts = 0
             self._count("turn")
-        if open_rows:
-            caps = [self._cap(row.request) for row in open_rows]
-            self._look_up(open_rows, caps)
-            decide = self._by_gain if self.config.adaptive else self._fixed
-            for row, length in zip(open_rows, decide(open_rows, caps, budget, len(rows), other_rows), strict=True):
-                wanted[id(row)] = length
-        return [wanted[id(row)] for row in rows]
+        if not open_rows:
+            return
+        budget = sum(row.max_drafts for row in open_rows)
+        caps = [min(row.max_drafts, self._state(row.request).longest, _wish(row)) for row in open_rows]
+        copies = self._look_up(open_rows, caps)
+        if self.config.adaptive:
+            other_rows = step.num_tokens - len(rows)
+            lengths = self._by_gain(open_rows, caps, copies, budget, len(rows), other_rows)
+        else:
+            lengths = self._fixed(open_rows, caps, copies)
+        for row, length, (tokens, q) in zip(open_rows, lengths, copies, strict=True):
+            row.max_drafts = length
+            if self.copier is not None and row.drafter == self.copier.name:
+                row.drafts, row.q = tokens[:length], q
 
     def _closed(self, batch: int) -> str:
         """Why nobody drafts in this step, or ""."""
         config = self.config
-        if not any(guard.on for guard in self.guards.values()):
+        if not self.on:
             return "fault"
         if config.disable_by_batch_size is not None:
             if batch > config.disable_by_batch_size:
@@ -155,16 +171,16 @@ class Controller:
             return "baseline"
         return ""
 
-    def _held_back(self, request: Request) -> str:
+    def _held_back(self, row: Row) -> str:
         """Why this request does not draft, or ""."""
-        params, state = request.params, self._state(request)
-        if not params.speculative or params.candidate_length == 0:
+        state = self._state(row.request)
+        if not _wish(row):
             return "request"
-        if not request.max_drafts:
+        if not row.max_drafts:
             return "room"
         return state.paused_for if self._step < state.resume else ""
 
-    def _in_turn(self, rows: list[Row]) -> list[Row]:
+    def _waiting_turn(self, rows: list[Row]) -> list[Row]:
         """Those that must wait, because verification_batch_size others had their turn longer ago."""
         most = self.config.verification_batch_size
         if most is None or len(rows) <= most:
@@ -175,39 +191,34 @@ class Controller:
             self._state(row.request).last_turn = self._turns
         return queue[most:]
 
-    def _cap(self, request: Request) -> int:
-        own = request.params.candidate_length
-        limits = [self._state(request).longest, request.max_drafts, *([] if own is None else [own])]
-        return min(limits)
-
-    def _look_up(self, rows: Sequence[Row], caps: Sequence[int]) -> None:
+    def _look_up(self, rows: Sequence[Row], caps: Sequence[int]) -> list[Draft]:
         """Copies cost nothing, so they are fetched before deciding; how long their match is says what text it is."""
         if self.copier is None:
-            return
-        requests = [row.request for row in rows]
-        for request, draft in zip(requests, self.copier.propose(requests, caps), strict=True):
-            self._copies[request] = draft
-            self._kind[request] = self.copier.drafter.match_length(request) if draft[0] else 0
+            return [([], None)] * len(rows)
+        copies = self.copier.propose([row.request for row in rows], caps)
+        self.copier.settle_faults()
+        for row, (tokens, _) in zip(rows, copies, strict=True):
+            self._kind[row.request] = self.copier.drafter.match_length(row.request) if tokens else 0
+        return copies
 
-    def _fixed(self, rows: Sequence[Row], caps: Sequence[int], budget: int, batch: int, other: int) -> list[int]:
-        """Always as many as fit, the oldest requests first; a copy where there is one."""
+    def _fixed(self, rows: Sequence[Row], caps: Sequence[int], copies: Sequence[Draft]) -> list[int]:
+        """Always as many as fit; a copy where there is one."""
         lengths = []
-        for row, cap in zip(rows, caps, strict=True):
-            copy = self._copies.get(row.request, ([], None))[0]
+        for row, cap, (copy, _) in zip(rows, caps, copies, strict=True):
             use_copy = bool(copy) or self.model is None or not self.model.on
             row.drafter = (self.copier if use_copy else self.model).name
-            lengths.append(min(len(copy) if use_copy else cap, budget))
-            budget -= lengths[-1]
-            self._count("no match" if use_copy and not copy else "fixed" if lengths[-1] else "room")
+            lengths.append(len(copy) if use_copy else cap)
+            self._count("no match" if use_copy and not copy else "fixed")
         return lengths
 
-    def _by_gain(self, rows: Sequence[Row], caps: Sequence[int], budget: int, batch: int, other: int) -> list[int]:
+    def _by_gain(
+        self, rows: Sequence[Row], caps: Sequence[int], copies: Sequence[Draft], budget: int, batch: int, other: int
+    ) -> list[int]:
         """The lengths with the most expected tokens per second; see the module's head."""
         model_on, most = self.model is not None and self.model.on, max(caps)
         copied = np.zeros((len(rows), most))  # [rows, places] chance S that this draft is kept
         drawn = np.zeros((len(rows), most))
-        for b, (row, cap) in enumerate(zip(rows, caps, strict=True)):
-            copy = self._copies.get(row.request, ([], None))[0]
+        for b, (row, cap, (copy, _)) in enumerate(zip(rows, caps, copies, strict=True)):
             if copy:
                 copied[b, : len(copy)] = self._survival(row.request, self.copier.name, len(copy))
             if model_on:
@@ -287,24 +298,15 @@ class Controller:
     # Drafting ------------------------------------------------------------------------------------------------------
 
     def draft(self, step: Step) -> None:
-        """Fill `row.drafts` and `row.q` of the rows that have room for drafts."""
-        self._decoding = [row for row in step.rows if row.num_logits]
-        self._draft_passes = 0
-        by_model = []
-        for row in step.rows:
-            if row.max_drafts <= 0:
-                continue
-            if self.copier is not None and row.drafter == self.copier.name:
-                tokens, q = self._copies[row.request]
-                row.drafts, row.q = tokens[: row.max_drafts], q
-            else:
-                by_model.append(row)
-        if by_model:
-            lengths = [row.max_drafts for row in by_model]
-            drafts = self.model.propose([row.request for row in by_model], lengths)
-            for row, (row.drafts, row.q) in zip(by_model, drafts, strict=True):
-                self._draft_passes = max(self._draft_passes, len(row.drafts))
-            self._draft_rows = len(by_model)
+        """Let the draft model fill `row.drafts` and `row.q` of its rows. May run beside the host's work."""
+        rows = self._drawn(step)
+        drafts = self.model.propose([row.request for row in rows], [row.max_drafts for row in rows]) if rows else []
+        for row, (tokens, q) in zip(rows, drafts, strict=True):
+            row.drafts, row.q = tokens, q
+
+    def _drawn(self, step: Step) -> list[Row]:
+        """Rows whose drafts come from the draft model."""
+        return [row for row in step.rows if row.max_drafts > 0 and self.model and row.drafter == self.model.name]
 
     # After the forward ---------------------------------------------------------------------------------------------
 
@@ -344,10 +346,11 @@ class Controller:
         state.windows.clear()
 
     def end_step(self, step: Step, draft_seconds: float, other_seconds: float, emitted: int) -> None:
-        """Learn what the step cost: the drafting, and all the rest."""
-        if self._draft_passes:
-            self.draft_cost.record(self._draft_rows, draft_seconds / self._draft_passes)
-        decoding = self._decoding
+        """Learn what the step cost, the drafting and all the rest."""
+        drawn, decoding = self._drawn(step), [row for row in step.rows if row.emits]
+        passes = max((len(row.drafts) for row in drawn), default=0)
+        if passes:
+            self.draft_cost.record(len(drawn), draft_seconds / passes)
         for row in decoding:
             self.metrics.lengths[len(row.drafts)] = self.metrics.lengths.get(len(row.drafts), 0) + 1
         # Prompt chunks say nothing about what a row more costs here, and would outweigh the small steps.
@@ -387,12 +390,19 @@ class Controller:
         return {name: float(accepted / drafted) for name, (drafted, accepted) in recent.items()}
 
     def release(self, request: Request) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that has ended, as soon as no drafter is at work."""
+        self._ended.append(request)
+
+    def settle(self) -> None:
+        """Count the faults of the latest step and forget who has ended. Call this while no drafter is at work."""
         for guard in self.guards.values():
-            guard.release(request)
-        self._states.pop(request, None)
-        self._kind.pop(request, None)
-        self._copies.pop(request, None)
+            guard.settle_faults()
+        while self._ended:
+            request = self._ended.pop()
+            for guard in self.guards.values():
+                guard.release(request)
+            self._states.pop(request, None)
+            self._kind.pop(request, None)
 
     def _state(self, request: Request) -> _State:
         if request not in self._states:
@@ -401,3 +411,11 @@ class Controller:
 
     def _count(self, reason: str) -> None:
         self.metrics.choices[reason] = self.metrics.choices.get(reason, 0) + 1
+
+
+def _wish(row: Row) -> int:
+    """Most drafts that the request itself wants."""
+    params = row.request.params
+    if not params.speculative:
+        return 0
+    return MAX_CANDIDATE_LENGTH if params.candidate_length is None else params.candidate_length

@@ -38,9 +38,13 @@ class Guard:
         self.on = True
         self._attempts = self._most_attempts = max_retry_attempts
         self._good = 0
+        self._caught: list[Exception] = []
 
     def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Draft]:
-        """One draft for each request, at most as long as its length; all of them empty after a fault."""
+        """One draft for each request, at most as long as its length; all of them empty after a fault.
+
+        It may run beside the host's work, so a fault is kept until `settle_faults`.
+        """
         nothing: list[Draft] = [([], None) for _ in requests]
         if not self.on or not requests:
             return nothing
@@ -49,7 +53,7 @@ class Guard:
             qs = proposal.q or [None] * len(requests)
             drafts = [self._checked(*each) for each in zip(lengths, proposal.tokens, qs, strict=True)]
         except Exception as error:
-            self.fault(type(error).__name__, "this step runs without its drafts", with_traceback=True)
+            self._caught.append(error)
             return nothing
         self._good += 1
         if self._good >= RECOVERED:
@@ -71,12 +75,18 @@ class Guard:
             self.drafter.release(request)
         except Exception as error:
             kind = f"{type(error).__name__} in release"
-            self.fault(kind, f"it may still keep something of {request.id}", with_traceback=True)
+            self.fault(kind, f"it may still keep something of {request.id}", error)
 
-    def fault(self, kind: str, consequence: str, *, with_traceback: bool = False) -> None:
+    def settle_faults(self) -> None:
+        """Count what `propose` has caught."""
+        while self._caught:
+            error = self._caught.pop(0)
+            self.fault(type(error).__name__, "a step runs without its drafts", error)
+
+    def fault(self, kind: str, consequence: str, error: Exception | None = None) -> None:
         """Count a fault, and switch the drafter off when it had its chances."""
         if kind not in self.metrics.faults:
-            log.warning("the drafter %s failed (%s); %s", self.name, kind, consequence, exc_info=with_traceback)
+            log.warning("the drafter %s failed (%s); %s", self.name, kind, consequence, exc_info=error)
         self.metrics.faults[kind] = self.metrics.faults.get(kind, 0) + 1
         self._good = 0
         self._attempts -= 1
