@@ -116,10 +116,13 @@ Job = Callable[[Watch], T]
 
 
 class Flight(Generic[T]):
-    """A job on its way. `wait` returns its result, or raises what it raised; `spans` are its parts then."""
+    """A job on its way. `wait` returns its result, or raises what it raised; `spans` are its parts then.
 
-    def __init__(self, result: Callable[[], T], watch: Watch) -> None:
-        self.wait, self._watch = result, watch
+    `peek` is for a later job: the result with its tensors, which the device may still be computing.
+    """
+
+    def __init__(self, peek: Callable[[], T], watch: Watch, wait: Callable[[], T] | None = None) -> None:
+        self.peek, self.wait, self._watch = peek, wait or peek, watch
 
     @property
     def spans(self) -> list[Span]:
@@ -175,7 +178,7 @@ class ThreadDevice(InlineDevice):
                 done.synchronize()
             return result
 
-        return Flight(wait, watch)
+        return Flight(future.result, watch, wait)
 
     def close(self) -> None:
         """See InlineDevice."""
@@ -215,7 +218,7 @@ class VirtualDevice(InlineDevice):
             self._host = max(self._host, at)
             return future.result()
 
-        return Flight(wait, watch)
+        return Flight(future.result, watch, wait)
 
 
 def _run(future: Future, work: Callable[[], object]) -> None:

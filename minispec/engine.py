@@ -337,11 +337,11 @@ class Engine:
             request.unread += row.emits * (1 + row.max_drafts)
             if request.in_prefill:
                 request.kv_len = row.end
-        before = after and after.flight
+        before = after.flight if after and any(row.carried is not None for row in step.rows) else None
 
         def job(watch: Watch) -> Judged | None:
             if before is not None:
-                _take_over(step, before.wait().next_ids)
+                _take_over(step, before.peek().next_ids)
             if any(row.max_drafts for row in step.rows):
                 with watch("draft"):
                     self.controller.draft(step)

@@ -26,6 +26,7 @@ class Runner(Protocol):
 
     vocab_size: int
     weight_bytes: int  # read once by every forward
+    device: torch.device
 
     def forward(self, step: Step, table: np.ndarray) -> torch.Tensor:
         """Logits [R, V] float32 of the positions that `step` wants, in row order. `table` maps position -> slot."""

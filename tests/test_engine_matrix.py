@@ -31,7 +31,8 @@ def prompts_for(batch: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize("page_size,radix,chunk,k,batch", MATRIX)
 @pytest.mark.parametrize("drafter", ["scripted", "ngram"])
-def test_tag_model_gives_reference_ids_in_every_mode(page_size, radix, chunk, k, batch, drafter):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tag_model_gives_reference_ids_in_every_mode(page_size, radix, chunk, k, batch, drafter, overlap):
     logits_of = markov()
     drafters = {"scripted": scripted(logits_of, script=[2, 0, 3, 1, 4]), "ngram": NgramDrafter(3, 1)}
     engine = tag_engine(
@@ -41,6 +42,7 @@ def test_tag_model_gives_reference_ids_in_every_mode(page_size, radix, chunk, k,
         chunked_prefill_size=chunk,
         drafter=drafters[drafter] if k else None,
         candidate_length=k,
+        enable_overlap=overlap,
     )
     prompts = prompts_for(batch, 12)
     for _ in range(2):  # the second round meets a warm cache
@@ -62,7 +64,8 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("page_size,radix,chunk,k,batch", MATRIX)
-def test_tiny_llama_gives_reference_ids_in_every_mode(tiny, page_size, radix, chunk, k, batch):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tiny_llama_gives_reference_ids_in_every_mode(tiny, page_size, radix, chunk, k, batch, overlap):
     folder, prompts, expected = tiny
     llm = LLM(
         str(folder),
@@ -72,6 +75,7 @@ def test_tiny_llama_gives_reference_ids_in_every_mode(tiny, page_size, radix, ch
         chunked_prefill_size=chunk,
         kv_cache_tokens=1024,
         check_every_step=True,
+        enable_overlap=overlap,
         speculative_config={"draft_model": "ngram", "candidate_length": k, "ngram_min": 1, "adaptive": False},
     )
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)

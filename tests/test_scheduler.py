@@ -406,7 +406,7 @@ def test_an_interrupt_waits_for_the_end_of_the_step():
     [request] = engine.add([1, 2], greedy(3))
     real = engine.scheduler.plan
 
-    def plan(k):
+    def plan(k, ahead=False):
         signal.raise_signal(signal.SIGINT)
         return real(k)
 

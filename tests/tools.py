@@ -82,7 +82,7 @@ def markov(vocab_size: int = 12, order: int = 2, seed: int = 0) -> LogitsOf:
 class TagRunner:
     """A runner whose logits are a function of the token prefix and whose slots carry fingerprints."""
 
-    weight_bytes = 1
+    weight_bytes, device = 1, torch.device("cpu")
 
     def __init__(self, num_slots: int, vocab_size: int, logits_of: LogitsOf) -> None:
         self.vocab_size, self.logits_of = vocab_size, logits_of

@@ -47,7 +47,11 @@ def setup(seed: int = 0) -> None:
 
 
 def load(**options: Any) -> LLM:
-    """An LLM with the embedded model in float32 that counts its slots after every step; `options` as for LLM."""
+    """An LLM with the embedded model in float32 that counts its slots after every step; `options` as for LLM.
+
+    Without overlap unless asked for, so that a step is over when `engine.step()` returns.
+    """
+    options = {"enable_overlap": False} | options
     fetch_embedded()  # only the download may show a bar: others come or not with the speed of the machine
     with capture_output():
         return LLM(EMBEDDED_MODEL, dtype=DTYPE, check_every_step=True, **options)

@@ -45,7 +45,7 @@ MODELS = {  # how a checker names a config -> the config; the small ones by thei
 class ToyRunner:
     """A target model of one line, for engines that need no weights: token t is followed by (7 t + 3) mod V."""
 
-    vocab_size, weight_bytes = 50, 0
+    vocab_size, weight_bytes, device = 50, 0, torch.device("cpu")
 
     @classmethod
     def next_token(cls, tokens: Sequence[int]) -> int:
@@ -89,7 +89,7 @@ class FaultyDrafter:
 
 def toy_engine(**options: Any) -> Engine:
     """The real engine over a `ToyRunner`; `options` as for EngineConfig."""
-    config = EngineConfig(check_every_step=True, **options)
+    config = EngineConfig(check_every_step=True, **{"enable_overlap": False} | options)
     slots, sizes = config.kv_cache_tokens or 1024, {"num_rows": config.max_num_seqs, "max_len": 512}
     pool = KVPool(slots, config.page_size, enable_radix_cache=config.enable_radix_cache, **sizes)
     return Engine(config, ToyRunner(), pool, context_length=512)
