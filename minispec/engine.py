@@ -19,46 +19,29 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import operator
-import random
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from types import FrameType
 
 import torch
 
+from minispec.account import Account, Launched
 from minispec.config import ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from minispec.core import Request, Row, Status, Step, TokenEvent, TokenKind
-from minispec.device import Flight, InlineDevice, Span, ThreadDevice, Watch
+from minispec.device import InlineDevice, ThreadDevice, Watch
+from minispec.intake import Intake
+from minispec.interrupts import hold_interrupts
 from minispec.kv.pool import KVPool
-from minispec.metrics import EngineMetrics, MetricsRow, RollbackEvent
+from minispec.metrics import EngineMetrics, MetricsRow
 from minispec.runner import Runner
 from minispec.sampling.distribution import needs_processing
-from minispec.sampling.rng import child_seed
 from minispec.sampling.sampler import Judged, Outcome, judge, outcomes
 from minispec.scheduler import Scheduler
 from minispec.speculative.controller import Controller
 from minispec.speculative.drafter import Drafter
-from minispec.text import TextStream
-from minispec.trace import DEVICE, HOST, Event, Trace
+from minispec.trace import Trace
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Launched:
-    """A step on its way through the device, and what came of it."""
-
-    step: Step
-    flight: Flight[Judged | None]
-    number: int  # of the launch, from 1
-    seconds: dict[str, float] = field(default_factory=dict)  # of its parts on the device
-    outcomes: list[Outcome] = field(default_factory=list)  # of the rows that emit
-    emitted: list[int] = field(default_factory=list)  # tokens that each row has added
 
 
 class Engine:
@@ -82,11 +65,11 @@ class Engine:
         device: InlineDevice | None = None,
     ) -> None:
         self.config, self.runner, self.pool, self.drafters = config, runner, pool, list(drafters)
-        self.context_length = min(context_length, pool.num_slots)
-        self.eos_ids = frozenset(eos_ids)
-        self.tokenizer = tokenizer
+        self.intake = Intake(runner.vocab_size, min(context_length, pool.num_slots), eos_ids, tokenizer)
         self.scheduler = Scheduler(config, pool)
-        self.metrics = EngineMetrics()
+        self.device = device or (ThreadDevice(runner.device) if config.enable_overlap else InlineDevice())
+        self.account = Account(self.device, trace=Trace() if config.enable_trace else None)
+        self.metrics = self.account.metrics
         self.history: list[MetricsRow] = []
         speculative = config.speculative_config or SpeculativeConfig()
         self.verification, self.metrics_interval = speculative.verification, speculative.metrics_interval
@@ -96,17 +79,11 @@ class Engine:
         self._before = self.snapshot()  # when the latest row of the history was written
         self.requests: dict[str, Request] = {}  # everything not finished
         self._ids = itertools.count()
-        self._seeds = random.SystemRandom()
-        self.device = device or (ThreadDevice(runner.device) if config.enable_overlap else InlineDevice())
-        self.trace = Trace() if config.enable_trace else None
         self._launched: Launched | None = None  # on the device
         self._unsettled: Launched | None = None  # its tokens are committed, and not yet looked at
         self._leaving: list[tuple[Request, str, TokenEvent | None]] = []  # ended with a step in flight
-        self._launches = 0
         self._stepping = False
         self._abort_later: set[str] = set()  # ids whose abort came from inside a step
-        if self.context_length < 2:
-            raise ConfigError(f"a context of {self.context_length} tokens cannot hold a prompt and an output token")
 
     # Requests come and go ------------------------------------------------------------------------------------
 
@@ -120,61 +97,17 @@ class Engine:
     ) -> list[Request]:
         """Queue the `params.n` completions of a prompt (token ids); they run when `step` is called.
 
-        Raises ConfigError: empty prompt, an id outside the vocabulary, no room for one output token, or an id of a
-        request that is still running.
+        Raises ConfigError: see `Intake.requests`, or an id of a request that is still running.
         """
-        prompt = self.check_prompt(prompt)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", params.logit_bias)
-        if params.stop and self.tokenizer is None:
-            raise ConfigError(f"stop {params.stop} needs text, and this model has no tokenizer: use stop_token_ids")
-        base = request_id if request_id is not None else self._new_id()
-        names = [base if params.n == 1 else f"{base}.{i}" for i in range(params.n)]
-        for name in names:
-            if name in self.requests:
-                raise ConfigError(f"request id {name!r} is already running")
-        longest = self.context_length
-        max_len = longest if params.max_tokens is None else min(longest, len(prompt) + params.max_tokens)
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        requests = []
-        for index, name in enumerate(names):
-            request = Request(
-                id=name,
-                group=base,
-                prompt=prompt,
-                params=params,
-                seed=seed if index == 0 else child_seed(seed, index),
-                max_len=max_len,
-                eos_ids=self.eos_ids,
-                index=index,
-                text=TextStream(self.tokenizer, prompt, params.stop, params.skip_special_tokens),
-                on_token=on_token,
-            )
-            self.requests[name] = request
+        group = request_id if request_id is not None else self._new_id()
+        requests = self.intake.requests(prompt, params, group, on_token)
+        for request in requests:
+            if request.id in self.requests:
+                raise ConfigError(f"request id {request.id!r} is already running")
+        for request in requests:
+            self.requests[request.id] = request
             self.scheduler.add(request)
-            requests.append(request)
         return requests
-
-    def check_prompt(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt as a list of plain ints; raises ConfigError when it cannot be run."""
-        try:
-            prompt = [_token_id(token) for token in prompt]
-        except TypeError as error:
-            raise ConfigError(f"a prompt must be a list of token ids, got {prompt!r:.80}") from error
-        if not prompt:
-            raise ConfigError("the prompt is empty: at least one token is needed")
-        if len(prompt) >= self.context_length:
-            raise ConfigError(
-                f"the prompt has {len(prompt)} tokens and the context limit is {self.context_length}: "
-                f"at most {self.context_length - 1} leave room for an output token"
-            )
-        self._check_ids("the prompt", prompt)
-        return prompt
-
-    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
-        for token in ids:
-            if not 0 <= token < self.runner.vocab_size:
-                raise ConfigError(f"{what} holds token id {token}, outside the vocabulary of {self.runner.vocab_size}")
 
     def abort(self, request_id: str) -> bool:
         """End a request now, or all completions of a prompt; False when none of that name runs (that is no error).
@@ -197,6 +130,11 @@ class Engine:
     def _new_id(self) -> str:
         taken = {request.group for request in self.requests.values()} | set(self.requests)
         return next(name for name in map("request-{}".format, self._ids) if name not in taken)
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of one request."""
+        return self.intake.context_length
 
     @property
     def has_work(self) -> bool:
@@ -300,7 +238,7 @@ class Engine:
     # The parts of a step ---------------------------------------------------------------------------------------
 
     def _plan(self, *, ahead: bool = False) -> Step | None:
-        with self._timed("plan"):
+        with self.account.timed("plan"):
             step = self.scheduler.plan(self.controller.most if self.controller else 0, ahead=ahead)
         assert ahead or step.rows or not self.requests, "requests are queued and none can run"
         return step
@@ -329,7 +267,7 @@ class Engine:
     def _launch(self, step: Step, after: Launched | None = None) -> Launched:
         """Send draft, forward and verification to the device; move the cursors of what the step reads for sure."""
         if self.controller and after is None:
-            with self._timed("choose"):
+            with self.account.timed("choose"):
                 self.controller.choose(step)
         for row in step.rows:
             request = row.request
@@ -350,8 +288,7 @@ class Engine:
             with watch("verify"):
                 return judge(logits, step.sampled, self.verification) if step.sampled else None
 
-        self._launches += 1
-        return Launched(step, self.device.submit(job), self._launches)
+        return self.account.launch(step, job)
 
     def _advance(self, launched: Launched) -> None:
         """Wait for the step; append its tokens and set cursors to the committed end: what the next step must know."""
@@ -361,13 +298,11 @@ class Engine:
         except BaseException:
             self._give_up(launched)
             raise
-        launched.seconds = self._device_seconds(launched)
-        with self._timed("advance"):
+        self.account.landed(launched)
+        with self.account.timed("advance"):
             if self.controller:
                 self.controller.settle()
             launched.outcomes = outcomes(judged, step.sampled) if judged else []
-            self.metrics.steps += 1
-            self.metrics.computed_tokens += step.num_tokens
             results = iter(launched.outcomes)
             for row in step.rows:
                 request, outcome = row.request, next(results) if row.emits else None
@@ -428,8 +363,8 @@ class Engine:
     def _settle(self, launched: Launched) -> None:
         """What the new tokens mean: text, stop strings, who hears of them, counters, who has ended."""
         step = launched.step
-        with self._timed("settle"):
-            self._count_seconds(launched)
+        with self.account.timed("settle"):
+            self.account.count_seconds(launched)
             results, emitted = iter(launched.outcomes), []
             for row, count in zip(step.rows, launched.emitted, strict=True):
                 outcome = next(results) if row.emits else None
@@ -462,8 +397,8 @@ class Engine:
         emitted = place + 1
         if emitted < count:
             request.end = first + emitted
-        self._count(row, outcome, emitted)
         if row.drafts:
+            self.account.count_drafts(row, outcome.accepted, emitted, self.pool.slots(request))
             self.controller.record(row, outcome.accepted, emitted, broken=outcome.broken)
         if reason is not None:
             self._finish(request, reason, event)
@@ -480,41 +415,6 @@ class Engine:
         if len(request.prompt) + number == request.max_len:
             return "length", shown + text.flush()
         return None, shown
-
-    def _count(self, row: Row, outcome: Outcome, emitted: int) -> None:
-        if not row.drafts:
-            return
-        metrics = row.request.metrics
-        metrics.accepted_per_step.append(outcome.accepted)
-        for counts in (metrics.speculation, self.metrics.speculation):
-            counts.record(len(row.drafts), outcome.accepted, emitted)
-        kept = min(outcome.accepted, emitted)  # a stop inside the draft undoes the rest of it, right or not
-        if kept < len(row.drafts):
-            start, undone = row.end + kept, tuple(row.drafts[kept:])
-            slots = self.pool.slots(row.request)[start : start + len(undone)].tolist()
-            metrics.rollbacks.append(
-                RollbackEvent(row.request.id, self.metrics.steps, start, tuple(slots), undone, outcome.accepted)
-            )
-
-    def _device_seconds(self, launched: Launched) -> dict[str, float]:
-        """Seconds of each part of a job; they also go into the metrics and the trace."""
-        seconds: dict[str, float] = {}
-        for span in launched.flight.spans:
-            seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
-            self._note(DEVICE, span, launched)
-        for name, value in seconds.items():
-            self.metrics.add_seconds(name, value)
-        return seconds
-
-    def _count_seconds(self, launched: Launched) -> None:
-        """Draft and verification time: once for the engine, in full for each request that shared the wait."""
-        seconds = launched.seconds
-        draft, verify = seconds.get("draft", 0.0), seconds["forward"] + seconds.get("verify", 0.0)
-        asked = [row for row in launched.step.rows if row.max_drafts > 0]
-        for row in asked:
-            row.request.metrics.speculation.record_seconds(draft, verify if row.drafts else None)
-        if asked:
-            self.metrics.speculation.record_seconds(draft, verify if any(row.drafts for row in asked) else None)
 
     def _end_step(self, launched: Launched, seconds: float) -> None:
         """Tell the controller what the step cost, and write a row of the history when it is time."""
@@ -573,22 +473,6 @@ class Engine:
             assert request.status is not Status.FINISHED, f"{request.id} is finished and still listed"
             assert request.status is Status.RUNNING or request.table_row is None, f"{request.id} waits and holds slots"
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        started = self.device.now()
-        yield
-        self.device.spend(name)
-        span = Span(name, started, self.device.now())
-        self.metrics.add_seconds(name, span.end - span.start)
-        self._note(HOST, span)
-
-    def _note(self, lane: str, span: Span, launched: Launched | None = None) -> None:
-        if self.trace is not None:
-            rows = launched.step.rows if launched else []
-            tokens, ids = sum(row.q_len for row in rows), tuple(row.request.id for row in rows)
-            number = launched.number if launched else self._launches
-            self.trace.events.append(Event(lane, *span, number, len(rows), tokens, ids))
-
     def close(self) -> None:
         """Abort what runs and let the device go."""
         for request_id in list(self.requests):
@@ -604,30 +488,6 @@ def _take_over(step: Step, next_ids: torch.Tensor) -> None:
     for row in step.rows:
         if row.carried is not None:
             row.carried_token = int(next_ids[row.carried])
-
-
-@contextmanager
-def hold_interrupts() -> Iterator[None]:
-    """Ctrl-C waits until the block is done, so that no bookkeeping is cut in half. Does nothing off the main thread."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    caught: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if caught:
-            before(*caught[0])
-
-
-def _token_id(token: object) -> int:
-    """A plain int; TypeError for anything that is no whole number (True and False are none)."""
-    if isinstance(token, bool):
-        raise TypeError(f"{token} is no token id")
-    return operator.index(token)
 
 
 def _kinds(row: Row, outcome: Outcome) -> list[TokenKind]:

@@ -266,7 +266,7 @@ class LLM:
         self._check_open()
         each = _params_for(len(prompts), params)
         for prompt in prompts:
-            self.engine.check_prompt(prompt)
+            self.engine.intake.check_prompt(prompt)
         groups: list[list[Request]] = []
         try:
             for prompt, its_params in zip(prompts, each, strict=True):
@@ -324,9 +324,10 @@ class LLM:
 
     def trace(self) -> Trace:
         """What the host and the device did, and when. Raises ConfigError unless enable_trace is on."""
-        if self.engine.trace is None:
+        trace = self.engine.account.trace
+        if trace is None:
             raise ConfigError("nothing is traced: make the LLM with enable_trace=True")
-        return self.engine.trace
+        return trace
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner."""

@@ -62,7 +62,7 @@ def test_rollbacks_per_second_of_a_worked_example():
     event = RollbackEvent("a", step=2, start=7, slots=(3, 4), drafts=(1, 2), accepted=0)
     assert event.end == 9
     assert RequestMetrics(rollbacks=[event] * 3, finished_s=2.0).rollbacks_per_second == 1.5
-    engine = EngineMetrics(seconds={"draft": 1.0, "forward": 3.0}, speculation=SpeculationCounts(rollbacks=6))
+    engine = EngineMetrics(wall_seconds=4.0, speculation=SpeculationCounts(rollbacks=6))
     assert engine.rollbacks_per_second == 1.5
 
 

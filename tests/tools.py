@@ -125,6 +125,7 @@ def tag_engine(
     drafter=None,
     candidate_length: int = 4,
     tokenizer=None,
+    device=None,
     **config,
 ) -> Engine:
     """An engine over the tag model; the ledger is checked after every step."""
@@ -143,7 +144,14 @@ def tag_engine(
     runner = TagRunner(pool.num_slots, vocab_size, logits_of or markov(vocab_size))
     drafters = [] if drafter is None else [drafter]
     return Engine(
-        config, runner, pool, context_length=context_length, eos_ids=eos_ids, drafters=drafters, tokenizer=tokenizer
+        config,
+        runner,
+        pool,
+        context_length=context_length,
+        eos_ids=eos_ids,
+        drafters=drafters,
+        tokenizer=tokenizer,
+        device=device,
     )
 
 

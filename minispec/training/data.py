@@ -176,7 +176,7 @@ def write_conversations(
                 running.append(conversation)
             llm.engine.step()
             for conversation in [c for c in running if c.request.finished]:
-                conversation.end_turn(frame, llm.engine.eos_ids)
+                conversation.end_turn(frame, llm.engine.intake.eos_ids)
                 if len(conversation.tokens) >= length:
                     running.remove(conversation)
                     done.append(conversation)
