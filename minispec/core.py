@@ -145,8 +145,11 @@ class Request:
 
     @property
     def max_drafts(self) -> int:
-        """Most draft tokens that can still be of use: the target adds one token of its own to every step."""
-        return max(0, self.max_len - len(self.tokens) - self.unread - 1)
+        """Most draft tokens that can still be of use: the target adds one token of its own to every step.
+
+        With a step in flight, as many as if it brought one token.
+        """
+        return max(0, self.max_len - len(self.tokens) - (self.unread > 0) - 1)
 
 
 @dataclass

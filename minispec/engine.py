@@ -245,7 +245,8 @@ class Engine:
 
     def _carry(self, step: Step, before: Launched) -> bool:
         """Let rows of `step` take their token from `before`, which is in flight; False if one cannot."""
-        if not step.rows or (self.controller and self.controller.on):
+        drafting = self.controller and (self.controller.on or any(row.max_drafts for row in before.step.rows))
+        if not step.rows or drafting:
             return False
         places = {row.request: place for place, row in enumerate(before.step.sampled)}
         for row in step.rows:
@@ -261,7 +262,7 @@ class Engine:
         rows = [row for row in step.rows if not row.request.ending and not row.request.finished]
         for row in rows:
             if not row.request.in_prefill:
-                row.start = row.request.kv_len
+                row.start, row.max_drafts = row.request.kv_len, min(row.max_drafts, row.request.max_drafts)
         return Step(rows)
 
     def _launch(self, step: Step, after: Launched | None = None) -> Launched:

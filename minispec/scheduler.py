@@ -103,7 +103,8 @@ class Scheduler:
     def _draft_slots(self, request: Request, wanted: int) -> int:
         """Reserve up to `wanted` draft slots. Drafts preempt nobody and take no page that the queue's head lacks."""
         wanted, length = max(0, min(wanted, request.max_drafts)), len(request.tokens) + request.unread
-        if wanted and (self._head_lacks_pages or not self.pool.reserve(request, length + wanted)):
+        needed = min(length + wanted, request.max_len)
+        if wanted and (self._head_lacks_pages or not self.pool.reserve(request, needed)):
             wanted = max(0, min(wanted, request.num_pages * self.pool.page_size - length))
         return wanted
 

@@ -12,11 +12,11 @@ import sizes
 # From the bottom up. Modules of one layer do not know each other, except inside one folder.
 LAYERS = [
     ["config"],
-    ["device", "metrics", "text", "trace"],
+    ["device", "interrupts", "metrics", "text", "trace"],
     ["core"],
     ["attention", "kv", "models", "palette"],
     ["runner", "sampling"],
-    ["scheduler", "speculative"],
+    ["account", "intake", "scheduler", "speculative"],
     ["engine"],
     ["doctor", "llm"],
     ["bench", "lang", "palette", "serving", "terminal", "training"],

@@ -438,7 +438,7 @@ def test_a_closed_llm_says_so(folder):
     stream = llm.stream("one", GREEDY)
     next(stream)
     llm.close()
-    assert [p.finish_reason for p in stream] == ["abort"]
+    assert [p.finish_reason for p in stream][-1] == "abort"
     for use in (lambda: llm.generate("one"), lambda: llm.stream("one"), lambda: llm.chat(USER), llm.metrics):
         with pytest.raises(ConfigError, match="closed"):
             use()

@@ -362,8 +362,8 @@ def test_the_engine_keeps_as_many_drafts_as_the_trainer_calls_right(llm, folder,
     vocab_ids = torch.nonzero(run.to_draft >= 0)[:, 0]
     save_mtp(tmp_path / "head.safetensors", run.module, llm.model_config, draft_ids=vocab_ids, dtype=torch.float32)
     config = {"draft_model": "mtp", "draft_head": str(tmp_path / "head.safetensors"), "candidate_length": K}
-    speculating = LLM(str(folder), dtype="float32", speculative_config=config)
-    drafter, steps = speculating.engine.drafter, []
+    speculating = LLM(str(folder), dtype="float32", enable_overlap=False, speculative_config=config)
+    drafter, steps = speculating.engine.drafters[0], []
 
     def propose(requests, lengths, propose=drafter.propose):
         proposal = propose(requests, lengths)
