@@ -11,6 +11,7 @@ multiplies the short format itself. bfloat16 keeps float32's range, so weights t
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,6 +90,9 @@ def _cpu_bfloat16() -> tuple[bool, str]:
 #     VirtualDevice    runs it at once, and lets a clock say how long it would have taken: for teaching and tests
 
 T = TypeVar("T")
+SWITCH_INTERVAL = (
+    0.0005  # seconds that a Python thread runs on when another one waits; Python's own default is ten times
+)
 
 
 class Span(NamedTuple):
@@ -153,6 +157,8 @@ class ThreadDevice(InlineDevice):
     """One worker thread. On CUDA its work goes to a stream of its own, and `wait` waits for what the job launched."""
 
     def __init__(self, device: torch.device) -> None:
+        # The worker asks for the interpreter between two operations; the host must not keep it for long.
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="minispec-device")
 

@@ -84,6 +84,7 @@ class Engine:
         self._leaving: list[tuple[Request, str, TokenEvent | None]] = []  # ended with a step in flight
         self._stepping = False
         self._abort_later: set[str] = set()  # ids whose abort came from inside a step
+        self._raised: list[BaseException] = []  # by callbacks
 
     # Requests come and go ------------------------------------------------------------------------------------
 
@@ -147,8 +148,8 @@ class Engine:
 
         With overlap, the step whose tokens came in is returned; the next one is on the device already, and what the
         tokens mean (text, stop strings, callbacks) is settled under it, at the next call.
-        Ctrl-C takes effect when the step is done. An exception of the model passes through; the requests are still
-        there and the next step computes them again.
+        Ctrl-C takes effect when the step is done, and so does what a callback raises. An exception of the model passes
+        through; the requests are still there and the next step computes them again.
         """
         with self._exclusive():
             started = self.device.now()
@@ -174,6 +175,9 @@ class Engine:
                 for request in [self.requests[name] for name in self._abort_later & set(self.requests)]:
                     self._finish(request, "abort")
                 self._abort_later.clear()
+        if self._raised:  # now that all is in order
+            error, self._raised = self._raised[0], []
+            raise error
 
     # Both loops do the same things to each step, in another order.
 
@@ -369,9 +373,11 @@ class Engine:
             results, emitted = iter(launched.outcomes), []
             for row, count in zip(step.rows, launched.emitted, strict=True):
                 outcome = next(results) if row.emits else None
-                if outcome is None or row.request.finished or row.request.id in self._abort_later:
+                if outcome is None or row.request.finished:
                     continue
-                if outcome.failed:
+                if row.request.id in self._abort_later:  # by the callback of another one: this was not seen by anybody
+                    row.request.end = row.end if count else row.request.end
+                elif outcome.failed:
                     self._finish(row.request, "error")
                 elif count:
                     emitted.append(self._report(row, outcome, count))
@@ -460,10 +466,12 @@ class Engine:
         self.metrics.cached_tokens += request.metrics.cached_tokens
         self._emit(request, event or TokenEvent(-1, TokenKind.PLAIN, request.text.flush(), reason))
 
-    @staticmethod
-    def _emit(request: Request, event: TokenEvent) -> None:
+    def _emit(self, request: Request, event: TokenEvent) -> None:
         if request.on_token:
-            request.on_token(event)
+            try:
+                request.on_token(event)
+            except BaseException as error:  # the others' tokens must not be lost for it
+                self._raised.append(error)
 
     # Care ------------------------------------------------------------------------------------------------------
 

@@ -406,6 +406,55 @@ def test_an_error_of_the_model_loses_no_request():
         assert_idle(engine)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_an_error_in_a_callback_loses_nobodys_token(overlap, drafted):
+    logits_of = markov()
+    engine = make(logits_of, overlap=overlap, drafter=scripted(logits_of, script=[2, 0]) if drafted else None)
+    heard: dict[str, list] = {"a": [], "b": [], "c": []}
+
+    def listen(name):
+        def on_token(event):
+            heard[name].append(event)
+            if name == "b" and len(heard["b"]) in (2, 5):
+                raise OSError("the consumer is gone")
+
+        return on_token
+
+    requests = [engine.add([n, 3], greedy(10), on_token=listen(name))[0] for n, name in enumerate(heard)]
+    errors = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except OSError:
+            errors += 1
+            engine.check_integrity()
+    assert 1 <= errors <= 2  # both may come in one step
+    for request, events in zip(requests, heard.values(), strict=True):
+        assert [e.token_id for e in events] == request.output == tag_greedy(logits_of, request.prompt, 10)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_callback_may_abort_another_request_before_its_token_is_seen(overlap):
+    logits_of = markov()
+    engine = make(logits_of, overlap=overlap)
+    seen = []
+
+    def abort_b(event):
+        seen.append(event)
+        if len(seen) == 4:
+            engine.abort("b")
+
+    [a] = engine.add([1, 2], greedy(10), on_token=abort_b, request_id="a")
+    heard = []
+    [b] = engine.add([3, 4], greedy(10), on_token=heard.append, request_id="b")
+    finish(engine)
+    assert b.finish_reason == "abort" and b.output == [e.token_id for e in heard[:-1]] and len(b.kinds) == len(b.output)
+    assert b.output == tag_greedy(logits_of, [3, 4], 10)[: b.num_output] and a.num_output == 10
+    assert_idle(engine)
+
+
 def test_no_slot_of_a_launched_step_is_free():
     """Looked at from inside the forward, while the host goes on."""
     logits_of = markov()

@@ -361,7 +361,12 @@ def test_the_engine_keeps_as_many_drafts_as_the_trainer_calls_right(llm, folder,
     run.run(progress=False)
     vocab_ids = torch.nonzero(run.to_draft >= 0)[:, 0]
     save_mtp(tmp_path / "head.safetensors", run.module, llm.model_config, draft_ids=vocab_ids, dtype=torch.float32)
-    config = {"draft_model": "mtp", "draft_head": str(tmp_path / "head.safetensors"), "candidate_length": K}
+    config = {
+        "draft_model": "mtp",
+        "draft_head": str(tmp_path / "head.safetensors"),
+        "candidate_length": K,
+        "adaptive": False,
+    }
     speculating = LLM(str(folder), dtype="float32", enable_overlap=False, speculative_config=config)
     drafter, steps = speculating.engine.drafters[0], []
 
