@@ -210,31 +210,36 @@ class EngineThread:
     def _run(self) -> None:
         try:
             checked = True
-            while self._take_commands(wait=None if checked else IDLE_SECONDS):
+            while (taken := self._take_commands(wait=None if checked else IDLE_SECONDS)) is not None:
+                self._flush()  # replies wait for no step
                 if self._llm.engine.has_work:
                     self._llm.engine.step()
+                    self._flush()
                     checked = False
-                elif not self._replies:  # nothing to do for a while
+                elif not taken:
                     self._llm.check_integrity()
                     checked = True
-                self._flush()
         except BaseException:
             log.exception("the engine's thread ends")
             self._replies.append(self._crashed)
         self._flush()
 
-    def _take_commands(self, wait: float | None) -> bool:
-        """Do what was asked for since the last step; without work wait for it, `wait` seconds at most. False: stop."""
+    def _take_commands(self, wait: float | None) -> int | None:
+        """Do what was asked for since the last step and return its number; None: stop.
+
+        While there is nothing to compute, wait for something to do, `wait` seconds at most.
+        """
+        taken = 0
         while True:
-            idle = not self._llm.engine.has_work and not self._replies
             try:
-                command = self._commands.get(block=idle, timeout=wait)
+                command = self._commands.get(block=not taken and not self._llm.engine.has_work, timeout=wait)
             except queue.Empty:
-                return True
+                return taken
             if command is None:
                 for request_id in list(self._llm.engine.requests):
                     self._llm.abort(request_id)
-                return False
+                return None
+            taken += 1
             function, future = command
             result = error = None
             try:
