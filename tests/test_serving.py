@@ -732,7 +732,7 @@ NAMES = st.sampled_from(
 GOOD_VALUES = {"prompt": "x", "messages": CHAT, "text": "x", "model": "tiny", "max_tokens": 2, "n": 2, "stream": True}
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/generate", "/abort_request"]),
     fields=st.dictionaries(NAMES, JSON, max_size=4),
@@ -740,8 +740,7 @@ GOOD_VALUES = {"prompt": "x", "messages": CHAT, "text": "x", "model": "tiny", "m
 )
 def test_whatever_is_sent_the_server_refuses_or_answers(shared: Running, path: str, fields: dict, good: set) -> None:
     body = {name: GOOD_VALUES[name] for name in sorted(good)} | fields
-    if path != "/generate":
-        body.setdefault("max_tokens", 2)
+    body.setdefault(*("sampling_params", {"max_new_tokens": 2}) if path == "/generate" else ("max_tokens", 2))
     content = json.dumps(body)
     response = shared.http.post(path, content=content, headers={"Content-Type": "application/json"})
     assert response.status_code in (200, 400, 404), (content, response.text)
