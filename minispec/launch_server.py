@@ -1,4 +1,7 @@
-"""`python -m minispec.launch_server`: the same as `minispec serve`. Everything is in `minispec.serving.launch`."""
+"""`python -m minispec.launch_server`: the same as `minispec serve`. Everything is in `minispec.serving.launch`.
+
+Used in notebook 13 (everything on).
+"""
 
 from __future__ import annotations
 

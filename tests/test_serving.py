@@ -239,7 +239,7 @@ def test_logprobs_in_the_form_of_each_api(server: Running, offline: LLM) -> None
         assert entry.bytes == (None if "\ufffd" in entry.token else list(entry.token.encode()))
     assert {entry.bytes is None for entry in content} == {True, False}
     streamed = server.openai.chat.completions.create(model="tiny", messages=CHAT, stream=True, **options)
-    entries = [e for chunk in streamed if (l := chunk.choices[0].logprobs) for e in l.content]
+    entries = [e for chunk in streamed if (part := chunk.choices[0].logprobs) for e in part.content]
     assert [e.logprob for e in entries] == pytest.approx(logprobs, abs=1e-4)
     body = {"prompt": out.prompt_token_ids, "logprobs": 2, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     [choice] = server.post("/v1/completions", body).json()["choices"]
@@ -355,6 +355,17 @@ def test_models_health_and_server_info(server: Running) -> None:
     [state] = info["internal_states"]
     assert state["avg_spec_accept_length"] == server.llm.engine.metrics.speculation.acceptance_length > 0
     assert state["output_tokens"] == before + 1 and state["candidate_length"] == 3
+
+
+def test_the_live_page_asks_for_what_there_is(server: Running) -> None:
+    page = server.http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    info = server.http.get("/get_server_info").json()
+    read = set(re.findall(r"\bs\.(\w+)", page.text)) | set(re.findall(r"\binfo\.(\w+)", page.text))
+    assert len(read) > 12 and read <= set(info) | set(info["internal_states"][0])
+    owners = re.search(r"COLORS = {(.*)}", page.text)[1]
+    assert set(re.findall(r"(\w+):", owners)) == set(info["internal_states"][0]["slots"])
+    assert "//" not in re.sub(r"<!--.*?-->", "", page.text, flags=re.S), "nothing comes from elsewhere"
 
 
 def test_metrics_are_the_engine_s_counters(server: Running) -> None:
@@ -726,8 +737,8 @@ JSON = st.recursive(
     max_leaves=6,
 )
 NAMES = st.sampled_from(
-    [*SamplingParams.__dataclass_fields__, *NOT_CARRIED_OUT, "model", "stream", "stream_options", "top_logprobs", "text",
-     "input_ids", "sampling_params", "rid", "return_logprob", "max_completion_tokens", "prompt", "messages", "x"]
+    [*SamplingParams.__dataclass_fields__, *NOT_CARRIED_OUT, "model", "stream", "stream_options", "top_logprobs",
+     "text", "input_ids", "sampling_params", "rid", "return_logprob", "max_completion_tokens", "prompt", "messages", "x"]
 )  # fmt: skip
 GOOD_VALUES = {"prompt": "x", "messages": CHAT, "text": "x", "model": "tiny", "max_tokens": 2, "n": 2, "stream": True}
 
@@ -786,6 +797,17 @@ def test_stopping_finishes_what_has_begun(folder: str) -> None:
         running.close()
 
 
+def test_the_first_signal_drains_and_the_second_ends(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with serving(tiny_llm(folder)) as server:
+        http = server.server._server
+        http.handle_exit(signal.SIGTERM, None)
+        assert http.should_exit and not http.force_exit and codes == []
+        http.handle_exit(signal.SIGTERM, None)
+        assert codes == [1]
+
+
 def test_a_port_that_is_taken_is_refused_before_anything_is_loaded() -> None:
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
@@ -822,13 +844,16 @@ def test_flags_become_engine_options() -> None:
         ("", None),
         ("--speculative-algorithm NEXTN", {"draft_model": "mtp", "candidate_length": 3}),
         ("--speculative-algorithm EAGLE --speculative-num-steps 5", {"draft_model": "mtp", "candidate_length": 5}),
-        ("--speculative-algorithm NEXTN --speculative-draft smollm2-135m", {"draft_model": "mtp", "candidate_length": 3}),
+        ("--speculative-algorithm NEXTN --speculative-draft smollm2-135m",
+         {"draft_model": "mtp", "candidate_length": 3}),
         ("--speculative-algorithm NEXTN --speculative-draft-model h.safetensors --speculative-num-draft-tokens 3",
          {"draft_model": "mtp", "draft_head": "h.safetensors", "candidate_length": 2}),
         ("--speculative-algorithm STANDALONE --speculative-draft-model-path small --speculative-num-steps 2 "
-         "--speculative-num-draft-tokens 3 --speculative-eagle-topk 1", {"draft_model": "small", "candidate_length": 2}),
+         "--speculative-num-draft-tokens 3 --speculative-eagle-topk 1",
+         {"draft_model": "small", "candidate_length": 2}),
         ("--speculative-algorithm NGRAM", {"draft_model": "ngram"}),
-        ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 9", {"draft_model": "ngram", "candidate_length": 8}),
+        ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 9",
+         {"draft_model": "ngram", "candidate_length": 8}),
         ('--speculative-config {"draft_model":["mtp","ngram"]}', {"draft_model": ["mtp", "ngram"]}),
     ],
 )  # fmt: skip

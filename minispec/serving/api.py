@@ -45,7 +45,7 @@ from minispec.serving.engine_thread import (
 from minispec.serving.metrics import ServerMetrics, snapshot
 from minispec.serving.schema import AbortRequest, ChatRequest, CompletionRequest, GenerateRequest, usage
 
-PROBE_SECONDS = 20.0  # for the token that /health_generate waits for
+PROBE_SECONDS = 20.0  # how long /health_generate waits
 OPEN_PATHS = ("/", "/health")  # need no key: the page holds no data, and who watches the process has none
 
 
@@ -129,6 +129,8 @@ class Server:
 
     def __init__(self, llm: LLM, settings: ServerSettings) -> None:
         self.llm, self.settings = llm, settings  # of llm only what does not change: tokenizer, settings
+        if llm.tokenizer is not None:
+            llm.encode("a")  # a tokenizer settles its truncation at its first use; from then on threads may share it
         self.counts = ServerMetrics()
         self.engine = EngineThread(
             llm,
@@ -230,19 +232,19 @@ class Server:
         return Json({"status": "ok"})
 
     async def health_generate(self, http: HTTPRequest) -> Response:
-        """200 if the engine makes a token in time, or, when there is no room for one more request, ends a step."""
+        """200 if the engine ends a step in time and, unless the queue is full, makes a token."""
+
+        async def probe() -> None:
+            await self.engine.call(lambda llm: None)
+            with contextlib.suppress(Overloaded):
+                params = SamplingParams(max_tokens=1)
+                await (await self._submit(http, uuid.uuid4().hex, [[0]], [params])).whole()
+
         try:
-            await asyncio.wait_for(self._probe(http), PROBE_SECONDS)
+            await asyncio.wait_for(probe(), PROBE_SECONDS)
         except asyncio.TimeoutError as error:
             raise Unavailable(f"the engine has not answered within {PROBE_SECONDS:g} seconds") from error
         return Json({"status": "ok"})
-
-    async def _probe(self, http: HTTPRequest) -> None:
-        try:
-            submission = await self._submit(http, uuid.uuid4().hex, [[0]], [SamplingParams(max_tokens=1)])
-        except Overloaded:
-            return await self.engine.call(lambda llm: None)
-        await submission.whole()
 
     async def metrics(self) -> Response:
         text = self.counts.render(await self.engine.call(snapshot))

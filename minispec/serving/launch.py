@@ -161,9 +161,6 @@ def serve(args: argparse.Namespace) -> None:
         )
         print(f"minispec serves {args.model_path} at {_url(listener)}", file=sys.stderr, flush=True)
         server.run(sockets=[listener])
-    if server.force_exit:  # the engine's thread may be in the middle of a step
-        sys.stderr.flush()
-        os._exit(1)
 
 
 class BackgroundServer:
@@ -221,8 +218,10 @@ def _uvicorn(llm: LLM, log_level: str, **settings: Any) -> uvicorn.Server:
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig: int, frame: object) -> None:
-            """The first signal drains, the second ends; uvicorn itself would go on draining at a second SIGTERM."""
-            self.force_exit, self.should_exit = self.should_exit, True
+            """The first signal drains, as uvicorn does; the second waits for nothing, not even for a step."""
+            if self.should_exit:
+                os._exit(1)
+            self.should_exit = True
 
     app = create_app(llm, ServerSettings(**settings))
     return Server(uvicorn.Config(app, log_level=log_level, lifespan="on", ws="none"))

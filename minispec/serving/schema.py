@@ -30,21 +30,12 @@ LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 ROLES = ("system", "user", "assistant", "developer")
 # Fields of OpenAI's API that are not carried out -> the values that ask for nothing and may stand there.
 NOT_CARRIED_OUT: dict[str, Sequence[Any]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "response_format": ({"type": "text"},),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "web_search_options": (),
-}
+    "audio": (), "prediction": (), "web_search_options": (),
+    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
+    "functions": ([],), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "store": (False,),
+}  # fmt: skip
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")  # change no answer
 SGLANG_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 
