@@ -480,6 +480,16 @@ def test_the_client_gets_the_exception_of_each_status(server: Running) -> None:
         server.openai.chat.completions.create(model="tiny", messages=CHAT, tools=[{"type": "function"}])
 
 
+def test_without_a_tokenizer_ids_are_served_and_text_is_refused(tmp_path: Path) -> None:
+    with serving(tiny_llm(str(write_tiny_checkpoint(tmp_path, tokenizer=False)))) as server:
+        assert_error(server.post("/v1/chat/completions", {"messages": CHAT}), 400, "no chat template")
+        assert_error(server.post("/v1/completions", {"prompt": "text"}), 400, "no tokenizer")
+        body = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True, "logprobs": 1}
+        [choice] = server.post("/v1/completions", body).json()["choices"]
+        assert choice["text"] == "" and [t.split(":")[0] for t in choice["logprobs"]["tokens"]] == ["token_id"] * 3
+        server.idle()
+
+
 def test_a_huge_max_tokens_is_cut_to_the_context(server: Running) -> None:
     prompt = [5] * 500
     got = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 10**8, "ignore_eos": True}).json()
@@ -738,7 +748,8 @@ JSON = st.recursive(
 )
 NAMES = st.sampled_from(
     [*SamplingParams.__dataclass_fields__, *NOT_CARRIED_OUT, "model", "stream", "stream_options", "top_logprobs",
-     "text", "input_ids", "sampling_params", "rid", "return_logprob", "max_completion_tokens", "prompt", "messages", "x"]
+     "text", "input_ids", "sampling_params", "rid", "return_logprob", "max_completion_tokens", "prompt",
+     "messages", "x"]
 )  # fmt: skip
 GOOD_VALUES = {"prompt": "x", "messages": CHAT, "text": "x", "model": "tiny", "max_tokens": 2, "n": 2, "stream": True}
 
@@ -959,7 +970,11 @@ def test_the_launch_line_serves_and_sigterm_drains(smollm2_path: Path) -> None:
         process.stderr.close()
 
 
-def test_settings_have_limits_by_default() -> None:
+def test_settings_have_limits() -> None:
     chosen = ServerSettings("tiny")
     assert chosen.api_key is None and chosen.max_queued_requests == 256
     assert chosen.max_body_bytes == 4 * 2**20 and chosen.request_timeout == 600
+    wrong = {"api_key": "", "max_queued_requests": -1, "request_timeout": 0, "max_body_bytes": 0}
+    for name, value in wrong.items():
+        with pytest.raises(ConfigError, match=name):
+            ServerSettings("tiny", **{name: value})

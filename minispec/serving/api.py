@@ -31,7 +31,7 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minispec import __version__
-from minispec.config import ConfigError, SamplingParams
+from minispec.config import ConfigError, SamplingParams, check_number
 from minispec.llm import LLM
 from minispec.serving.engine_thread import (
     EngineThread,
@@ -70,6 +70,7 @@ class ServerSettings:
     """model: the name under which it is served. max_queued_requests: completions that may wait beyond those that run.
 
     request_timeout: seconds from arrival to the end. max_body_bytes: of a request. api_key: None lets everybody in.
+    Raises ConfigError that names the field, the value and the range.
     """
 
     model: str
@@ -77,6 +78,13 @@ class ServerSettings:
     max_queued_requests: int = 256
     request_timeout: float = 600.0
     max_body_bytes: int = 1 << 22
+
+    def __post_init__(self) -> None:
+        check_number("max_queued_requests", self.max_queued_requests, 0, integer=True)
+        check_number("request_timeout", self.request_timeout, 0.001)
+        check_number("max_body_bytes", self.max_body_bytes, 1, integer=True)
+        if self.api_key == "":
+            raise ConfigError("api_key is empty: leave it out to let everybody in")
 
 
 def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +48,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("memory and scheduling").add_argument
     add("--context-length", type=int, metavar="N", help="most tokens of one request; None: the model's limit")
     add("--mem-fraction-static", type=float, metavar="X", help="share of a GPU's memory for weights and K/V")
-    add("--max-total-tokens", type=int, metavar="N", help="K/V slots in all; None: by device and model")
-    add("--max-running-requests", type=int, default=16, metavar="N", help="requests that run at once")
-    add("--max-queued-requests", type=int, default=256, metavar="N", help="requests that may wait; more get a 429")
+    add(
+        "--max-total-tokens", dest="kv_cache_tokens", type=int, metavar="N", help="K/V slots; None: by device and model"
+    )
+    add("--max-running-requests", dest="max_num_seqs", type=int, default=16, metavar="N", help="that run at once")
+    add("--max-queued-requests", type=int, default=256, metavar="N", help="that may wait; more get a 429")
     add("--chunked-prefill-size", type=int, metavar="N", help="most prompt tokens of a request in one forward")
     add("--page-size", type=int, default=16, metavar="N", help="K/V slots handed out at a time")
-    add("--disable-radix-cache", action="store_true", help="compute every prompt anew")
+    add("--disable-radix-cache", dest="enable_radix_cache", action="store_false", help="compute every prompt anew")
     add("--disable-overlap-schedule", action="store_true", help="plan and compute in turn, as is done in any case")
     add = parser.add_argument_group("speculative decoding").add_argument
     add("--speculative-algorithm", metavar="NAME", help=", ".join(ALGORITHMS))
@@ -76,21 +79,12 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--tp-size {args.tp_size}: this engine runs on one device, so only 1 is possible")
     if args.attention_backend != "torch_native":
         raise ConfigError(f"--attention-backend {args.attention_backend}: attention is plain torch here (torch_native)")
-    defaults = EngineConfig()
-    budget = max(defaults.max_num_batched_tokens, args.max_running_requests, args.chunked_prefill_size or 0)
-    return {
-        "dtype": DTYPES.get(args.dtype, args.dtype),
-        "device": args.device,
-        "page_size": args.page_size,
-        "max_num_batched_tokens": budget,
-        "chunked_prefill_size": args.chunked_prefill_size,
-        "max_num_seqs": args.max_running_requests,
-        "kv_cache_tokens": args.max_total_tokens,
-        "mem_fraction_static": args.mem_fraction_static,
-        "context_length": args.context_length,
-        "enable_radix_cache": not args.disable_radix_cache,
-        "speculative_config": speculative_options(args),
-    }
+    options = {field.name: getattr(args, field.name) for field in fields(EngineConfig) if field.name in args}
+    options["max_num_batched_tokens"] = max(
+        EngineConfig.max_num_batched_tokens, args.max_num_seqs, args.chunked_prefill_size or 0
+    )
+    options["speculative_config"] = speculative_options(args)
+    return options | {"dtype": DTYPES.get(args.dtype, args.dtype), "device": args.device}
 
 
 def speculative_options(args: argparse.Namespace) -> dict[str, Any] | None:
