@@ -38,6 +38,7 @@ from tools import assert_idle
 from minispec import LLM, SamplingParams
 from minispec.config import ConfigError, EngineConfig, SpeculativeConfig
 from minispec.serving.api import ServerSettings
+from minispec.serving.engine_thread import EngineThread, TimedOut, Unavailable
 from minispec.serving.launch import BackgroundServer, add_flags, bind, engine_options, speculative_options
 from minispec.serving.schema import NOT_CARRIED_OUT, ChatRequest, CompletionRequest, GenerateRequest
 
@@ -345,6 +346,7 @@ def test_the_cache_can_be_flushed(server: Running) -> None:
 def test_models_health_and_server_info(server: Running) -> None:
     [model] = server.openai.models.list().data
     assert (model.id, model.owned_by, model.max_model_len) == ("tiny", "minispec", 512)
+    assert "/v1/chat/completions" in server.http.get("/openapi.json").json()["paths"]
     before = server.llm.engine.metrics.output_tokens
     assert server.http.get("/health").status_code == 200 and server.llm.engine.metrics.output_tokens == before
     assert server.http.get("/health_generate").status_code == 200
@@ -610,6 +612,37 @@ def test_a_client_that_leaves_costs_at_most_two_more_steps(folder: str, state: s
         if state == "waiting":
             assert first.result().json()["usage"]["completion_tokens"] == 30
         server.idle()
+
+
+def test_the_engine_thread_needs_no_http(folder: str) -> None:
+    llm = tiny_llm(folder)
+    step, finished = llm.engine.step, []
+    llm.engine.step = lambda: (time.sleep(0.01), step())
+
+    async def alone() -> None:
+        engine = EngineThread(llm, max_queued=0, timeout=0.3, on_finish=finished.append)
+        engine.start()
+        short = await engine.submit("short", [([5, 6], SamplingParams(max_tokens=2, ignore_eos=True))])
+        [whole] = await short.whole()
+        assert len(whole.token_ids) == 2 and whole.finish_reason == "length" and short._timer.cancelled()
+        late = await engine.submit("late", [([5, 6], SamplingParams(max_tokens=400, ignore_eos=True))])
+        with pytest.raises(TimedOut, match="0.3 seconds"):
+            await late.whole()
+        await engine.call(lambda llm: None)
+        assert late.requests[0].finish_reason == "abort" and not engine.submissions and not llm.engine.requests
+        with pytest.raises(ZeroDivisionError):
+            await engine.call(lambda llm: 1 / 0)
+        with pytest.raises(ConfigError, match="300"):
+            await engine.submit("half", [([5], SamplingParams()), ([300], SamplingParams())])
+        assert not engine.submissions and not llm.engine.requests
+        engine.stop()
+        engine.stop()
+        with pytest.raises(Unavailable):
+            await engine.call(lambda llm: None)
+
+    asyncio.run(alone())
+    assert [request.id for request in finished] == ["short", "late"]
+    assert_idle(llm.engine)
 
 
 def test_abort_request_ends_it_by_its_id(folder: str) -> None:

@@ -27,7 +27,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minispec import __version__
@@ -123,15 +123,6 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     return app
 
 
-class Json(Response):
-    """Any text survives: what is not ASCII is escaped, half a surrogate pair in an error message too."""
-
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode()
-
-
 class Server:
     """The handlers of one served model."""
 
@@ -167,7 +158,7 @@ class Server:
             return _event_stream(self._chunks(body, submission))
         tokenizer, model = self.llm.tokenizer, self.settings.model
         choices = [body.choice(update, tokenizer, whole=True) for update in await submission.whole()]
-        return Json(body.answer(id, model, choices, whole=True) | {"usage": usage(submission.requests)})
+        return JSONResponse(body.answer(id, model, choices, whole=True) | {"usage": usage(submission.requests)})
 
     async def _chunks(self, body: ChatRequest | CompletionRequest, submission: Submission) -> AsyncIterator[dict]:
         def chunk(update: Update, extra: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +178,7 @@ class Server:
 
     async def models(self) -> Response:
         model = {"id": self.settings.model, "object": "model", "created": self._started, "owned_by": "minispec"}
-        return Json({"object": "list", "data": [model | {"max_model_len": self.llm.engine.context_length}]})
+        return JSONResponse({"object": "list", "data": [model | {"max_model_len": self.llm.engine.context_length}]})
 
     # SGLang ----------------------------------------------------------------------------------------------------
 
@@ -198,7 +189,7 @@ class Server:
             return _event_stream(self._growing(body, submission))
         whole = await submission.whole()
         items = [body.item(submission.requests[update.index], update, id) for update in whole]
-        return Json(items if body.is_list or len(items) > 1 else items[0])
+        return JSONResponse(items if body.is_list or len(items) > 1 else items[0])
 
     async def _growing(self, body: GenerateRequest, submission: Submission) -> AsyncIterator[dict[str, Any]]:
         """Each completion as it stands after each of its updates: the text so far, not what is new."""
@@ -212,7 +203,7 @@ class Server:
         found = [s for s in self.engine.submissions.values() if body.abort_all or s.id == body.rid]
         for submission in found:
             self.engine.abort(submission)
-        return Json({"aborted": [submission.id for submission in found]})
+        return JSONResponse({"aborted": [submission.id for submission in found]})
 
     async def flush_cache(self) -> Response:
         """Throw away every cached prefix that no request holds."""
@@ -222,7 +213,7 @@ class Server:
             llm.engine.pool.evict(pages)
             return pages * llm.engine.pool.page_size
 
-        return Json({"flushed_tokens": await self.engine.call(flush)})
+        return JSONResponse({"flushed_tokens": await self.engine.call(flush)})
 
     async def get_server_info(self) -> Response:
         state = await self.engine.call(snapshot)
@@ -230,14 +221,14 @@ class Server:
         settings = asdict(self.settings) | asdict(self.llm.config)
         del settings["api_key"]
         chosen = {"version": __version__, "device": str(self.llm.device), "dtype": str(self.llm.dtype)}
-        return Json(chosen | settings | {"internal_states": [state]})
+        return JSONResponse(chosen | settings | {"internal_states": [state]})
 
     # Health ----------------------------------------------------------------------------------------------------
 
     async def health(self) -> Response:
         """200 while the engine's thread runs."""
         self.engine.check_alive()
-        return Json({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def health_generate(self, http: HTTPRequest) -> Response:
         """200 if the engine ends a step in time and, unless the queue is full, makes a token."""
@@ -252,7 +243,7 @@ class Server:
             await asyncio.wait_for(probe(), PROBE_SECONDS)
         except asyncio.TimeoutError as error:
             raise Unavailable(f"the engine has not answered within {PROBE_SECONDS:g} seconds") from error
-        return Json({"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
         text = self.counts.render(await self.engine.call(snapshot))
@@ -316,13 +307,13 @@ async def _refuse(http: HTTPRequest, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]  # the others may be about the same value
         param = ".".join(str(part) for part in first["loc"][1:]) or "body"
-        return Json(_error(400, f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param), 400)
+        return JSONResponse(_error(400, f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param), 400)
     if isinstance(error, HTTPException):
-        return Json(_error(error.status_code, error.detail), error.status_code, headers=error.headers)
+        return JSONResponse(_error(error.status_code, error.detail), error.status_code, headers=error.headers)
     if not isinstance(error, tuple(ERRORS)):
-        return Json(_error(500, "internal error; the server's log says more"), 500)
+        return JSONResponse(_error(500, "internal error; the server's log says more"), 500)
     status, content = _known_error(error)
-    return Json(content, status, headers={"Retry-After": "1"} if status == 429 else None)
+    return JSONResponse(content, status, headers={"Retry-After": "1"} if status == 429 else None)
 
 
 class Gate:
@@ -340,10 +331,10 @@ class Gate:
             given = headers.get("authorization", "").encode()
             if not secrets.compare_digest(given, self.expected):
                 message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
-                return await Json(_error(401, message, code="invalid_api_key"), 401)(scope, receive, send)
+                return await JSONResponse(_error(401, message, code="invalid_api_key"), 401)(scope, receive, send)
         too_large = f"the body has more than {self.max_body_bytes} bytes"
         if int(headers.get("content-length", "0")) > self.max_body_bytes:
-            return await Json(_error(413, too_large), 413)(scope, receive, send)
+            return await JSONResponse(_error(413, too_large), 413)(scope, receive, send)
         received = 0
 
         async def counted() -> Message:  # a body that comes in chunks does not say its size
