@@ -42,6 +42,7 @@ from minispec.core import TokenLogprob
 from minispec.serving.api import ServerSettings
 from minispec.serving.engine_thread import EngineThread, TimedOut, Unavailable, Update
 from minispec.serving.launch import BackgroundServer, add_flags, bind, engine_options, speculative_options
+from minispec.serving.metrics import snapshot
 from minispec.serving.schema import NOT_CARRIED_OUT, ChatRequest, CompletionRequest, GenerateRequest
 
 KEY = "a key"
@@ -206,6 +207,14 @@ def test_prompts_may_be_text_ids_or_lists_and_each_gets_n_completions(server: Ru
         mine = [c.choices[0] for c in chunks if c.choices[0].index == index]
         assert "".join(choice.text for choice in mine) == expected[index // 2]
         assert [choice.finish_reason is None for choice in mine] == [True] * (len(mine) - 1) + [False]
+
+
+def test_cached_tokens_are_those_of_the_first_completion(server: Running) -> None:
+    server.post("/flush_cache")
+    body = {"prompt": "a long prompt that fills several pages", "n": 2, "max_tokens": 2}
+    for cold in (True, False):
+        used = server.post("/v1/completions", body).json()["usage"]
+        assert (used["prompt_tokens_details"]["cached_tokens"] == 0) is cold
 
 
 def test_a_seed_repeats_and_n_completions_differ(server: Running) -> None:
@@ -376,6 +385,18 @@ def test_the_live_page_asks_for_what_there_is(server: Running) -> None:
     owners = re.search(r"COLORS = {(.*)}", page.text)[1]
     assert set(re.findall(r"(\w+):", owners)) == set(info["internal_states"][0]["slots"])
     assert "//" not in re.sub(r"<!--.*?-->", "", page.text, flags=re.S), "nothing comes from elsewhere"
+
+
+def test_a_snapshot_in_the_middle_counts_every_slot_once(folder: str) -> None:
+    llm = tiny_llm(folder, max_num_seqs=1)
+    for prompt in ([5] * 9, [6]):
+        llm.engine.add(prompt, SamplingParams(max_tokens=20, ignore_eos=True))
+    for _ in range(3):
+        llm.engine.step()
+    state = snapshot(llm)
+    slots = state["slots"]
+    assert (state["running"], state["waiting"]) == (1, 1) and sum(slots.values()) == 4096
+    assert slots["locked"] == 8 and slots["private"] == 4 and state["used_tokens"] == 12
 
 
 def test_metrics_are_the_engine_s_counters(server: Running) -> None:
