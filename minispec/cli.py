@@ -1,4 +1,4 @@
-"""The command line: `python -m minispec demo | generate | chat | bench | doctor | fetch` (or `minispec`).
+"""The command line: `python -m minispec demo | generate | chat | serve | bench | doctor | fetch` (or `minispec`).
 
 torch is imported only when a command needs it, so help is quick. Exit codes: 0 done, 1 broken pipe, 2 refused (one
 sentence on stderr), 130 interrupted.
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
 from minispec.config import ConfigError, SamplingParams
+from minispec.serving.launch import add_flags, serve
 
 if TYPE_CHECKING:
     from minispec.llm import LLM, Piece
@@ -83,6 +84,15 @@ def _demo(args: argparse.Namespace) -> None:
         from minispec.demo import run_demo
 
         run_demo(llm, params, figure=args.figure, color=args.color)
+
+
+def _serve(args: argparse.Namespace) -> None:
+    try:
+        import fastapi  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{error}: the server needs the extra serve, pip install 'minispec[serve]'") from error
+    serve(args)
 
 
 def _doctor(args: argparse.Namespace) -> None:
@@ -259,6 +269,8 @@ def _parser() -> argparse.ArgumentParser:
     chat = command("chat", _chat, "talk to the model; the conversation stays in the radix cache")
     _model_options(chat)
     _sampling_options(chat, max_tokens=512)
+
+    add_flags(command("serve", _serve, "an HTTP server with the OpenAI API, flags as in SGLang"))
 
     doctor = command("doctor", _doctor, "the machine card: device, dtype, measured speeds, versions")
     doctor.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

@@ -272,6 +272,7 @@ class EngineConfig:
     chunked_prefill_size: most prompt tokens of one request in one forward; None means max_num_batched_tokens.
     max_num_seqs: most requests that hold slots at the same time.
     kv_cache_tokens: slots in the pool, rounded down to whole pages; None chooses by device and model.
+    mem_fraction_static: the share of a GPU's memory that weights and pool take together, instead of kv_cache_tokens.
     context_length: most tokens (prompt and output) of one request; None means the model's own limit.
     enable_radix_cache: keep finished prefixes for later prompts.
     enable_overlap: the host settles a step and plans the next one while the device computes; the same results.
@@ -286,6 +287,7 @@ class EngineConfig:
     chunked_prefill_size: int | None = None
     max_num_seqs: int = 16
     kv_cache_tokens: int | None = None
+    mem_fraction_static: float | None = None
     context_length: int | None = None
     enable_radix_cache: bool = True
     enable_overlap: bool = True
@@ -299,6 +301,10 @@ class EngineConfig:
         for name in ("chunked_prefill_size", "kv_cache_tokens", "context_length"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 1, integer=True)
+        if self.mem_fraction_static is not None:
+            check_number("mem_fraction_static", self.mem_fraction_static, 0.01, 1)
+            if self.kv_cache_tokens is not None:
+                raise ConfigError("mem_fraction_static and kv_cache_tokens both size the pool: give one of them")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}: "

@@ -76,6 +76,7 @@ class TokenEvent:
     kind: TokenKind
     text: str
     finish_reason: str | None
+    logprob: TokenLogprob | None = None  # where it was asked for
 
 
 @dataclass(eq=False)

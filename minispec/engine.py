@@ -395,7 +395,8 @@ class Engine:
         for place in range(count):
             token, number = request.tokens[first + place], first + place + 1 - len(request.prompt)
             reason, text = self._read(request, token, number)
-            event = TokenEvent(token, request.kinds[number - 1], text, reason)
+            logprob = request.logprobs[number - 1] if request.logprobs else None
+            event = TokenEvent(token, request.kinds[number - 1], text, reason, logprob)
             if reason is not None:
                 break
             self._emit(request, event)

@@ -140,8 +140,8 @@ class LLM:
     dtype: "auto", "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda", "cuda:1".
     drafter: an object with the `Drafter` protocol instead of the one that speculative_config names.
     options: the fields of `minispec.config.EngineConfig`: page_size, max_num_batched_tokens, chunked_prefill_size,
-    max_num_seqs, kv_cache_tokens, context_length, enable_radix_cache, enable_overlap, enable_trace, check_every_step,
-    speculative_config.
+    max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, enable_radix_cache, enable_overlap,
+    enable_trace, check_every_step, speculative_config.
 
     Raises ConfigError for a bad option and ModelLoadError for a model that cannot be loaded; both are ValueErrors.
     """
@@ -199,11 +199,15 @@ class LLM:
         self._open = True
 
     def _default_cache_tokens(self, context: int) -> int:
+        fraction = self.config.mem_fraction_static
         if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            speculative = self.config.speculative_config
-            share = CUDA_CACHE_FRACTION * (1 - speculative.state_cache_reserve if speculative else 1)
-            return max(context, int(free * share) // self.model_config.kv_bytes_per_token(self.dtype))
+            free, total = torch.cuda.mem_get_info(self.device)
+            room = free * CUDA_CACHE_FRACTION if fraction is None else free - total * (1 - fraction)
+            if speculative := self.config.speculative_config:
+                room *= 1 - speculative.state_cache_reserve
+            return max(context, int(room) // self.model_config.kv_bytes_per_token(self.dtype))
+        if fraction is not None:
+            raise ConfigError(f"mem_fraction_static {fraction} is for CUDA, got device 'cpu'; use kv_cache_tokens")
         return min(self.config.max_num_seqs * context, max(context, DEFAULT_CACHE_TOKENS))
 
     # Generation ------------------------------------------------------------------------------------------------
@@ -217,7 +221,7 @@ class LLM:
 
         Every prompt is checked before any runs. Raises ConfigError that names the prompt and the limit.
         """
-        prompts = _as_list("prompts", prompts)
+        prompts = as_list("prompts", prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         return self._run([self._encode(prompt) for prompt in prompts], texts, params)
 
@@ -232,7 +236,7 @@ class LLM:
         """
         if isinstance(messages, str):
             raise ConfigError("chat takes a list of messages, such as [{'role': 'user', 'content': ...}], not text")
-        many = _as_list("messages", messages)
+        many = as_list("messages", messages)
         many = [many] if not many or isinstance(many[0], Mapping) else many
         texts = [self.render_chat(conversation) for conversation in many]
         return self._run([self._encode(text, add_special_tokens=False) for text in texts], texts, params)
@@ -251,11 +255,7 @@ class LLM:
         [params] = _params_for(1, params)
         if params.n != 1:
             raise ConfigError(f"stream yields one completion, got n={params.n}")
-        if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
-            ids = self._encode(self.render_chat(prompt), add_special_tokens=False)
-        else:
-            ids = self._encode(prompt)
-        return Stream(self.engine, ids, params)
+        return Stream(self.engine, self.encode(prompt), params)
 
     def _run(
         self,
@@ -300,9 +300,18 @@ class LLM:
         except Exception as error:  # a template may raise what it likes, such as "roles must alternate"
             raise ConfigError(f"the model's chat template refuses this conversation: {error}") from error
 
+    def encode(self, prompt: Prompt | Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a prompt or of a conversation, framed for an answer. Reads the tokenizer and nothing else.
+
+        Raises ConfigError for text that is not valid Unicode and for what the chat template refuses.
+        """
+        if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
+            return self._encode(self.render_chat(prompt), add_special_tokens=False)
+        return self._encode(prompt)
+
     def _encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(prompt, str):
-            return _as_list("a prompt", prompt)  # the engine checks the ids
+            return as_list("a prompt", prompt)  # the engine checks the ids
         if self.tokenizer is None:
             raise ConfigError("this model has no tokenizer: give token ids instead of text")
         try:
@@ -355,7 +364,7 @@ class LLM:
         self.close()
 
 
-def _as_list(what: str, value: Any) -> list[Any]:
+def as_list(what: str, value: Any) -> list[Any]:
     """A list of the items of `value`; a single text, or a single list of ids, given as prompts becomes one item."""
     if isinstance(value, str):
         return [value]

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, README = ROOT / "minispec", ROOT / "README.md"
 MODULE_LIMIT = 400
 ENGINE = "the engine"
-LIMITS = {ENGINE: 5000, "course": 1500, "training": 700, "serving": 900, "lang": 500}
+LIMITS = {ENGINE: 5000, "course": 1500, "training": 700, "serving": 950, "lang": 600}
 MARK = "<!-- sizes -->"
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -23,7 +23,7 @@ from minispec.metrics import RequestMetrics, SpeculationCounts
 from minispec.palette import KIND_ANSI, KIND_COLORS, KIND_HATCHES, KIND_LABELS
 from minispec.terminal import Ink, cost_line
 
-COMMANDS = ("demo", "generate", "chat", "doctor", "fetch")
+COMMANDS = ("demo", "generate", "chat", "serve", "doctor", "fetch")
 COST = re.compile(r"(\d+) prompt tokens, (\d+) cached, (\d+) new, [\d.]+ tokens/s")
 
 

@@ -22,7 +22,7 @@ LAYERS = [
     ["bench", "lang", "palette", "serving", "terminal", "training"],
     ["demo"],
     ["cli"],
-    ["__main__"],
+    ["__main__", "launch_server"],
     ["course"],
 ]
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}

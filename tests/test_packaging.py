@@ -41,8 +41,8 @@ def names(requirements: list[Requirement]) -> set[str]:
 def test_the_extras_hold_what_they_are_for() -> None:
     assert {"torch", "transformers", "safetensors", "gguf", "huggingface-hub", "numpy"} <= names(DIRECT)
     assert {"jupyterlab", "ipywidgets", "nbval", "matplotlib"} <= names(EXTRAS["course"])
-    assert {"pytest", "ruff", "nbclient", "nbformat"} <= names(EXTRAS["dev"])
-    assert any(r.name == "minispec" and r.extras == {"course", "quant"} for r in EXTRAS["dev"])
+    assert {"pytest", "ruff", "nbclient", "nbformat", "openai", "httpx"} <= names(EXTRAS["dev"])
+    assert any(r.name == "minispec" and r.extras == {"course", "quant", "serve"} for r in EXTRAS["dev"])
     assert {"fastapi", "uvicorn"} <= names(EXTRAS["serve"])
     assert names(EXTRAS["quant"]) == {"torchao"}
     (flashinfer,) = EXTRAS["gpu"]
@@ -57,7 +57,7 @@ def test_every_pin_is_exact_and_lies_in_the_range_asked_for() -> None:
     assert len(pinned) == len(PINS)
     for name, specifier in pinned.items():
         assert re.fullmatch(r"==[\w.]+", str(specifier)), f"{name}{specifier}: one release, no build of one machine"
-    for wanted in DIRECT + EXTRAS["course"] + EXTRAS["quant"] + EXTRAS["dev"]:
+    for wanted in DIRECT + EXTRAS["course"] + EXTRAS["quant"] + EXTRAS["serve"] + EXTRAS["dev"]:
         if wanted.name != "minispec":
             version = str(pinned[canonicalize_name(wanted.name)]).removeprefix("==")
             assert wanted.specifier.contains(version), f"{wanted} does not allow the tested {version}"

@@ -210,8 +210,7 @@ class KVPool:
         if not self.available(missing):
             return False
         if missing > self.num_free_pages:
-            evicted = self.tree.evict(missing - self.num_free_pages)
-            self.allocator.free(self._pages(evicted))
+            self.evict(missing - self.num_free_pages)
         row, start = self.table.row(request.table_row), request.num_pages * self.page_size
         pages = self.allocator.alloc(missing)
         slots = pages[:, None] * self.page_size + np.arange(self.page_size)  # [missing, page_size]
@@ -219,6 +218,10 @@ class KVPool:
         self.draft_exact[slots] = False
         request.num_pages += missing
         return True
+
+    def evict(self, num_pages: int) -> None:
+        """Free cached pages that no request holds, those used longest ago first; as many as there are at most."""
+        self.allocator.free(self._pages(self.tree.evict(num_pages)))
 
     def trim(self, request: Request) -> None:
         """Give back the whole pages past its committed tokens, left over from drafts that were not kept."""

@@ -1,0 +1,1 @@
+"""The HTTP server: the engine in its own thread, asyncio in front."""

@@ -1,0 +1,221 @@
+"""Starting the server: SGLang's flags, the process with its signals, and a server inside a notebook.
+
+`python -m minispec.launch_server --model-path ... --speculative-algorithm NEXTN` and `minispec serve` are the process.
+`BackgroundServer(LLM(...))` serves from a thread, so it may be started where an event loop runs already (Jupyter).
+
+A flag, or a value of one, that this package cannot carry out is refused with the reason. Help needs no torch.
+
+Knows: command line, sockets, signals. Does not know: routes, the engine. Used in notebook 13 (everything on).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minispec.config import ConfigError, EngineConfig
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from minispec.llm import LLM
+
+log = logging.getLogger(__name__)
+LOG_LEVELS = ("debug", "info", "warning", "error")
+ALGORITHMS = ("EAGLE", "NEXTN", "STANDALONE", "NGRAM")
+DTYPES = {"half": "float16", "float": "float32"}  # SGLang's other names
+START_SECONDS = 60.0
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of the server, with SGLang's names."""
+    add = parser.add_argument_group("model").add_argument
+    add("--model-path", "--model", default="smollm2-135m", help="smollm2-135m, a folder, a .gguf file, or org/name")
+    add("--served-model-name", help="the name that clients ask for; None: the model path")
+    add("--dtype", default="auto", help="auto, float32 (float), bfloat16, or float16 (half, CUDA only)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--tp-size", "--tensor-parallel-size", type=int, default=1, metavar="N", help="1: one device")
+    add("--attention-backend", default="torch_native", metavar="NAME", help="torch_native")
+    add = parser.add_argument_group("memory and scheduling").add_argument
+    add("--context-length", type=int, metavar="N", help="most tokens of one request; None: the model's limit")
+    add("--mem-fraction-static", type=float, metavar="X", help="share of a GPU's memory for weights and K/V")
+    add(
+        "--max-total-tokens", dest="kv_cache_tokens", type=int, metavar="N", help="K/V slots; None: by device and model"
+    )
+    add("--max-running-requests", dest="max_num_seqs", type=int, default=16, metavar="N", help="that run at once")
+    add("--max-queued-requests", type=int, default=256, metavar="N", help="that may wait; more get a 429")
+    add("--chunked-prefill-size", type=int, metavar="N", help="most prompt tokens of a request in one forward")
+    add("--page-size", type=int, default=16, metavar="N", help="K/V slots handed out at a time")
+    add("--disable-radix-cache", dest="enable_radix_cache", action="store_false", help="compute every prompt anew")
+    add("--disable-overlap-schedule", dest="enable_overlap", action="store_false", help="plan and compute in turn")
+    add = parser.add_argument_group("speculative decoding").add_argument
+    add("--speculative-algorithm", metavar="NAME", help=", ".join(ALGORITHMS))
+    add("--speculative-draft-model-path", "--speculative-draft-model", "--speculative-draft", metavar="PATH",
+        help="STANDALONE: the draft model; EAGLE, NEXTN: a .safetensors head, None: the target's own")  # fmt: skip
+    add("--speculative-num-steps", type=int, metavar="K", help="draft tokens per step")
+    add("--speculative-num-draft-tokens", type=int, metavar="N", help="tokens verified per step, K + 1")
+    add("--speculative-eagle-topk", type=int, default=1, metavar="N", help="1: chains, no trees")
+    add("--speculative-config", metavar="JSON", help="fields of SpeculativeConfig, instead of the flags above")
+    add = parser.add_argument_group("HTTP").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one")
+    add("--port", type=int, default=30000, metavar="N", help="0 takes a free one")
+    add("--api-key", metavar="KEY", help="what clients must send; None lets everybody in")
+    add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds that a request may take")
+    add("--log-level", default="info", choices=LOG_LEVELS, help="how much goes to stderr")
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags as keyword arguments of LLM. Raises ConfigError for what cannot be carried out, with the reason."""
+    if args.tp_size != 1:
+        raise ConfigError(f"--tp-size {args.tp_size}: this engine runs on one device, so only 1 is possible")
+    if args.attention_backend != "torch_native":
+        raise ConfigError(f"--attention-backend {args.attention_backend}: attention is plain torch here (torch_native)")
+    options = {field.name: getattr(args, field.name) for field in fields(EngineConfig) if field.name in args}
+    options["max_num_batched_tokens"] = max(
+        EngineConfig.max_num_batched_tokens, args.max_num_seqs, args.chunked_prefill_size or 0
+    )
+    options["speculative_config"] = speculative_options(args)
+    return options | {"dtype": DTYPES.get(args.dtype, args.dtype), "device": args.device}
+
+
+def speculative_options(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The speculative flags as fields of SpeculativeConfig; None without them.
+
+    NEXTN and EAGLE are the target's MTP module (or a head file). EAGLE with an ordinary language model is STANDALONE.
+    """
+    name, draft = args.speculative_algorithm, args.speculative_draft_model_path
+    steps, verified = args.speculative_num_steps, args.speculative_num_draft_tokens
+    if args.speculative_eagle_topk != 1:
+        raise ConfigError(f"--speculative-eagle-topk {args.speculative_eagle_topk}: drafts are chains here, so only 1")
+    if args.speculative_config is not None:
+        if not (name is draft is steps is verified is None):
+            raise ConfigError("--speculative-config holds all settings: leave the other --speculative flags out")
+        try:
+            return json.loads(args.speculative_config)
+        except ValueError as error:
+            raise ConfigError(f"--speculative-config {args.speculative_config!r:.80} is not JSON: {error}") from error
+    if name is None:
+        if not (draft is steps is verified is None):
+            raise ConfigError(f"--speculative flags need --speculative-algorithm, one of {', '.join(ALGORITHMS)}")
+        return None
+    if name not in ALGORITHMS:
+        raise ConfigError(f"--speculative-algorithm {name!r} must be one of {', '.join(ALGORITHMS)}")
+    if steps is not None and verified is not None and verified != steps + 1:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {verified} counts the {steps} drafts of --speculative-num-steps and the "
+            f"token before them: it must be {steps + 1}, or be left out"
+        )
+    if steps is None and verified is not None:
+        steps = verified - 1
+    options: dict[str, Any] = {} if steps is None else {"candidate_length": steps}
+    if name == "NGRAM":
+        if draft is not None:
+            raise ConfigError(f"--speculative-draft-model-path {draft!r}: NGRAM needs no model")
+        return options | {"draft_model": "ngram"}
+    options.setdefault("candidate_length", 3)
+    if name != "STANDALONE" and draft in (None, args.model_path):
+        return options | {"draft_model": "mtp"}
+    if name != "STANDALONE" and Path(draft).suffix == ".safetensors":
+        return options | {"draft_model": "mtp", "draft_head": draft}
+    if name == "NEXTN":
+        raise ConfigError(
+            f"--speculative-draft-model-path {draft!r}: NEXTN takes the target's own MTP module, or a .safetensors head"
+        )
+    if draft is None:
+        raise ConfigError("STANDALONE needs --speculative-draft-model-path: the model that drafts")
+    if name == "EAGLE":
+        log.warning("EAGLE with the language model %r as draft runs as STANDALONE", draft)
+    return options | {"draft_model": draft}
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Run until SIGTERM or SIGINT; then nothing new is taken and what has begun is finished. A second one ends it."""
+    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    options = engine_options(args)
+    with bind(args.host, args.port) as listener:
+        from minispec.llm import LLM
+
+        llm = LLM(args.model_path, **options)
+        server = _uvicorn(
+            llm,
+            args.log_level,
+            model=args.served_model_name or args.model_path,
+            api_key=args.api_key,
+            max_queued_requests=args.max_queued_requests,
+            request_timeout=args.request_timeout,
+        )
+        print(f"minispec serves {args.model_path} at {_url(listener)}", file=sys.stderr, flush=True)
+        server.run(sockets=[listener])
+
+
+class BackgroundServer:
+    """A server in a thread of this process: `with BackgroundServer(LLM()) as server: ... server.url`.
+
+    The LLM is the server's from then on. settings: fields of `ServerSettings`. port 0 takes a free one.
+    Raises ConfigError when the port is taken.
+    """
+
+    def __init__(self, llm: LLM, *, host: str = "127.0.0.1", port: int = 0, **settings: Any) -> None:
+        listener = bind(host, port)
+        self.url = _url(listener)
+        self._server = _uvicorn(llm, "warning", **({"model": "default"} | settings))
+        self._thread = threading.Thread(target=self._server.run, args=([listener],), name="minispec-http", daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + START_SECONDS
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise RuntimeError("the HTTP server has not started; its log says why")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """Finish what has begun, then stop. Stopping twice is no error."""
+        self._server.should_exit = True
+        self._thread.join()
+
+    def __enter__(self) -> BackgroundServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at that address, taken before the model is loaded. Raises ConfigError when it cannot be had."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on host {host!r}, port {port}: {error}") from error
+    return listener
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _uvicorn(llm: LLM, log_level: str, **settings: Any) -> uvicorn.Server:
+    import uvicorn
+
+    from minispec.serving.api import ServerSettings, create_app
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: object) -> None:
+            """The first signal drains, as uvicorn does; the second waits for nothing, not even for a step."""
+            if self.should_exit:
+                os._exit(1)
+            self.should_exit = True
+
+    app = create_app(llm, ServerSettings(**settings))
+    return Server(uvicorn.Config(app, log_level=log_level, lifespan="on", ws="none"))
