@@ -13,6 +13,7 @@ from minispec.course.check.judge import Case, judge
 from minispec.course.check.radix import eviction_trees, nb06_ex1, nb06_ex2, nb07_ex1, nb07_ex2
 from minispec.course.check.speculation import (
     SHARED_ROWS,
+    TRACES,
     chi_square,
     nb09_ex1,
     nb09_ex2,
@@ -26,4 +27,4 @@ from minispec.course.check.speculation import (
     nb14_ex2,
     rows_spent,
 )
-from minispec.course.check.toys import SMOLLM2, ToyRunner, toy_engine
+from minispec.course.check.toys import SMOLLM2, FaultyDrafter, ToyRunner, VirtualClock, toy_engine
