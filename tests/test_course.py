@@ -23,8 +23,11 @@ from minispec.course.check import Case, judge
 from minispec.engine import Engine
 from minispec.kv.pool import OutOfPages, PageAllocator
 from minispec.kv.radix import RadixTree
+from minispec.metrics import MetricsRow
 from minispec.runner import ModelRunner
 from minispec.sampling.distribution import sample
+from minispec.speculative import controller as rules
+from minispec.speculative.drafter import Proposal
 
 PACKAGE = Path(minispec.__file__).parent
 
@@ -671,6 +674,7 @@ DRAWINGS = [
     lambda: figures.heat_maps("best K", {"time": np.array([[1.0, 0.8], [1.0, 1.2]])}, (1, 8), (0, 3)),
     lambda: figures.budget({"a": [(1, 2), (1, 0)]}, limit=8),
     lambda: figures.trade("title", {"a": (1.0, 2.0), "b": (2.0, 3.0)}, "x", "y"),
+    lambda: figures.controller(HISTORY),
 ]
 
 
@@ -1191,3 +1195,95 @@ def test_the_leak_exercise_finds_pages_given_back_that_the_tree_owns(said) -> No
 
     check.nb07_ex2(frees_all)
     assert "raises AssertionError" in said()[0]
+
+
+# The controller: notebook 12 -----------------------------------------------------------------------------------------
+
+
+def history_row(step: int, steps: int = 10, **fields) -> MetricsRow:
+    zeros = dict.fromkeys(("seconds", "output_tokens", "batch", "candidate_length", "acceptance_rate"), 0)
+    return MetricsRow(step, steps, **zeros | {"acceptance_length": 0, "speed_up": 0, "choices": {}} | fields)
+
+
+HISTORY = [
+    history_row(30, batch=1, candidate_length=4, acceptance_rate=0.75, choices={"gain": 9, "probe": 1}),
+    history_row(40, batch=2, choices={"gain": 5, "regression": 15}),
+    history_row(45, steps=5, batch=1, candidate_length=2, acceptance_rate=0, choices={"gain": 5}),
+]
+
+
+def test_the_controller_picture_shows_what_the_history_says() -> None:
+    picture = figures.controller(HISTORY)
+    batch, length, kept, why = picture.axes
+    for ax, values in ((batch, [1, 2, 1]), (length, [4, 0, 2])):
+        [stairs] = ax.patches
+        assert stairs.get_data().values.tolist() == values and stairs.get_data().edges.tolist() == [20, 30, 40, 45]
+    x, rates = kept.lines[0].get_data()
+    assert x.tolist() == [25, 35, 42.5] and rates[0] == 0.75 and rates[2] == 0  # none kept is not none drafted
+    assert np.isnan(rates[1])
+    assert legend(picture, 3) == ["gain", "probe", "regression"]
+    assert np.allclose(heights(why), [[0.9, 0.25, 1], [0.1, 0, 0], [0, 0.75, 0]])
+    assert np.allclose([bar.get_y() for bar in why.containers[2]], [1, 0.25, 1])
+    assert [(bar.get_x(), bar.get_width()) for bar in why.containers[0]] == [(20, 10), (30, 10), (40, 5)]
+    assert why.get_xlim() == kept.get_xlim() == (20, 45)
+
+
+def test_every_reason_of_the_controller_has_a_look_of_its_own() -> None:
+    head = re.findall(r"^    ([a-z ]+?)  +\S.*?(?:  +([a-z]+)  +\S.*)?$", rules.__doc__, re.M)
+    named = {name for pair in head for name in pair if name}
+    assert named == set(figures.REASON_LOOKS) and len(named) == 13
+    looks = [figures.REASON_LOOKS[name] for name in named - {"fixed"}]  # which never meets "gain"
+    assert len(set(looks)) == len(looks)
+    picture = figures.controller([history_row(10, choices=dict.fromkeys(named, 1))])
+    assert set(legend(picture, 3)) == named and np.allclose(np.sum(heights(picture.axes[3])), 1)
+
+
+def test_a_history_without_rows_is_refused_and_says_why() -> None:
+    with pytest.raises(ValueError, match="shorter than metrics_interval"):
+        figures.controller([])
+
+
+class Right:
+    """Always right about a toy."""
+
+    name = "right"
+
+    def propose(self, requests, lengths):
+        drafts = []
+        for request, k in zip(requests, lengths, strict=True):
+            tokens = list(request.tokens)
+            for _ in range(k):
+                tokens.append(check.ToyRunner.next_token(tokens))
+            drafts.append(tokens[len(request.tokens) :])
+        return Proposal(drafts)
+
+    def release(self, request):
+        pass
+
+
+def on_a_clock(tokens: int = 30, *, context_length: int = 256, **speculative):
+    engine = check.toy_engine(drafters=[Right()], context_length=context_length, speculative_config=speculative)
+    clock = check.VirtualClock(engine, forward=lambda rows: 30 + rows, draft=2)
+    [request] = engine.add([1, 2, 3], minispec.SamplingParams(temperature=0, max_tokens=tokens))
+    while engine.has_work:
+        engine.step()
+    return engine, clock, request
+
+
+def test_a_virtual_clock_adds_up_the_prices_of_forwards_and_of_each_draft() -> None:
+    engine, clock, request = on_a_clock(11, candidate_length=4, adaptive=False)
+    assert engine.metrics.lengths == {0: 1, 4: 2}  # the prompt's forward, then twice five tokens
+    assert clock.now == (30 + 3) + 2 * (30 + 5 + 4 * 2)
+    assert request.output == [check.ToyRunner.next_token([t]) for t in request.tokens[2:-1]]
+
+
+def test_a_controller_believes_the_virtual_clock_and_no_other() -> None:
+    engine, clock, _ = on_a_clock(200, candidate_length=4)
+    again, other, _ = on_a_clock(200, candidate_length=4)
+    assert engine.metrics.lengths == again.metrics.lengths and clock.now == other.now
+    costs = engine.controller.target_cost.seconds(np.array([5])), engine.controller.draft_cost.seconds(np.array([1]))
+    assert np.allclose(costs, [[35], [2]], rtol=0.05)
+
+
+def test_a_toy_has_the_context_that_was_asked_for() -> None:
+    assert len(on_a_clock(500)[2].tokens) == 256 and len(on_a_clock(500, context_length=512)[2].tokens) == 503

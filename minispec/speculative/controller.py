@@ -56,7 +56,7 @@ EXPLORE = 16  # steps with drafts after which one has a draft more for each; ver
 SWITCH_ON, SWITCH_OFF = 1.03, 0.99  # gain over plain decoding that starts drafting, or lets it go on
 BATCH_CALM = 16  # steps in a row that the batch must be small again before drafting goes on
 FIRST_GUESS, PRIOR_WEIGHT = 0.7, 4  # chance of a draft before any was judged, and the verifications it counts like
-KIND_WINDOW = 256  # verifications of all requests, for each drafter and kind of text
+KIND_WINDOW = 64  # verifications of all requests, for each drafter and kind of text
 KIND_WEIGHT = 16  # verifications that a request must have had before they count as much as those of its kind of text
 
 

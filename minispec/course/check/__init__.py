@@ -14,6 +14,7 @@ from minispec.course.check.radix import eviction_trees, nb06_ex1, nb06_ex2, nb07
 from minispec.course.check.scheduling import nb03_ex1, nb03_ex2, nb04_ex1, nb04_ex2, nb05_ex1, nb05_ex2
 from minispec.course.check.speculation import (
     SHARED_ROWS,
+    TRACES,
     chi_square,
     nb09_ex1,
     nb09_ex2,
@@ -27,4 +28,4 @@ from minispec.course.check.speculation import (
     nb14_ex2,
     rows_spent,
 )
-from minispec.course.check.toys import SMOLLM2, ToyRunner, toy_engine
+from minispec.course.check.toys import SMOLLM2, FaultyDrafter, ToyRunner, VirtualClock, toy_engine

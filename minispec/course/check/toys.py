@@ -5,7 +5,7 @@ Knows: what is quick to compute by hand. Does not know: any exercise. Used from 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,23 @@ class ToyRunner:
         return torch.eye(self.vocab_size)[following]  # [R, V]
 
 
+class VirtualClock:
+    """Seconds by a price list in place of measured ones, so that a controller decides alike on every machine.
+
+    forward: rows -> seconds of a forward. draft: seconds of each draft forward. `now` adds up.
+    """
+
+    def __init__(self, engine: Engine, forward: Callable[[int], float], draft: float) -> None:
+        self.now, self.forward, self.draft = 0.0, forward, draft
+        self._learn, engine.controller.end_step = engine.controller.end_step, self.end_step
+
+    def end_step(self, step: Step, draft_seconds: float, other_seconds: float, emitted: int) -> None:
+        """See `Controller.end_step`; the seconds that were measured count for nothing."""
+        drafting = self.draft * max((len(row.drafts) for row in step.rows), default=0)
+        self.now += drafting + self.forward(step.num_tokens)
+        self._learn(step, drafting, self.forward(step.num_tokens), emitted)
+
+
 class FaultyDrafter:
     """Any drafter, broken on purpose: `faults` maps the number of a proposal, from 1, to one of KINDS."""
 
@@ -87,9 +104,9 @@ class FaultyDrafter:
         self.drafter.release(request)
 
 
-def toy_engine(**options: Any) -> Engine:
+def toy_engine(*, drafters: Sequence[Drafter] = (), context_length: int = 512, **options: Any) -> Engine:
     """The real engine over a `ToyRunner`; `options` as for EngineConfig."""
     config = EngineConfig(check_every_step=True, **{"enable_overlap": False} | options)
-    slots, sizes = config.kv_cache_tokens or 1024, {"num_rows": config.max_num_seqs, "max_len": 512}
+    slots, sizes = config.kv_cache_tokens or 1024, {"num_rows": config.max_num_seqs, "max_len": context_length}
     pool = KVPool(slots, config.page_size, enable_radix_cache=config.enable_radix_cache, **sizes)
-    return Engine(config, ToyRunner(), pool, context_length=512)
+    return Engine(config, ToyRunner(), pool, context_length=context_length, drafters=drafters)

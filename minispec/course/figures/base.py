@@ -36,12 +36,16 @@ STYLE = {  # of matplotlib
 
 
 class Picture:
-    """A matplotlib figure that a notebook shows as PNG. Its text form is its title."""
+    """A matplotlib figure that a notebook shows as PNG. Its text form is its title.
 
-    def __init__(self, title: str, *, columns: int = 1, height: float = 3.6) -> None:
+    rows: relative heights of panels one below the other, over one x axis.
+    """
+
+    def __init__(self, title: str, *, columns: int = 1, rows: Sequence[float] = (1,), height: float = 3.6) -> None:
         self.title = title
         self.figure = Figure(figsize=(8.5, height), layout="constrained")
-        self.axes: list[Axes] = list(self.figure.subplots(1, columns, squeeze=False)[0])
+        shape = {"squeeze": False, "sharex": len(rows) > 1, "height_ratios": rows}
+        self.axes: list[Axes] = list(self.figure.subplots(len(rows), columns, **shape).flat)
 
     def _repr_png_(self) -> bytes:
         buffer = io.BytesIO()
