@@ -102,11 +102,16 @@ def _doctor(args: argparse.Namespace) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
-    from minispec.bench import bench, load_prompts
+    from minispec.bench import bench, bench_steering, load_prompts
 
     options = {"dtype": args.dtype, "max_tokens": args.max_tokens, "rounds": args.rounds}
-    options["drafts"] = [name for name in args.drafts.split(",") if name]
-    bench(args.model, load_prompts(args.prompts), candidate_length=args.candidate_length, **options)
+    options["candidate_length"] = args.candidate_length
+    drafts, prompts = [name for name in args.drafts.split(",") if name], load_prompts(args.prompts)
+    if args.steering:
+        for draft in drafts:
+            bench_steering(args.model, prompts, draft=draft, **options)
+    else:
+        bench(args.model, prompts, drafts=drafts, **options)
 
 
 def _fetch(_: argparse.Namespace) -> None:
@@ -281,6 +286,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--max-tokens", type=int, default=96, metavar="N", help="output tokens of each answer")
     bench.add_argument("--candidate-length", type=int, default=4, metavar="K", help="draft tokens per step")
     bench.add_argument("--drafts", default="ngram", metavar="A,B", help="drafters to compare, such as mtp,mtp+ngram")
+    bench.add_argument("--steering", action="store_true", help="compare the controller with fixed numbers of drafts")
     bench.add_argument("--rounds", type=int, default=3, metavar="N", help="how often everything is repeated")
     command("fetch", _fetch, "fetch the embedded model (once) and print its folder")
     return parser

@@ -54,3 +54,21 @@ def test_the_command_prints_a_table(tmp_path, capsys):
     assert out.splitlines()[-1].startswith("minispec, ngram K=4")
     assert main(["bench", "--model", model, "--rounds", "0"]) == 2
     assert "rounds must be a whole number >= 1, got 0" in capsys.readouterr().err
+
+
+def test_steering_is_compared_with_every_fixed_length(tmp_path, capsys):
+    model = str(write_tiny_checkpoint(tmp_path, "llama"))
+    command = ["bench", "--model", model, "--dtype", "float32", "--steering", "--max-tokens", "4", "--rounds", "1"]
+    assert main([*command, "--candidate-length", "3"]) == 0
+    head, names, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("24 requests of 4 tokens, ngram, 1 rounds")
+    assert names.split()[:5] == ["adaptive", "K=0", "K=1", "K=2", "K=3"]
+    assert [line[:14].strip() for line in lines] == [*bench.PHASES, "all"]
+    for line in lines:
+        adaptive, *fixed = map(float, line[14:].split("x")[0].split()[:5])
+        assert adaptive / max(fixed) == pytest.approx(float(line.split()[-1][:-1]), abs=0.02)
+    assert main([*command, "--candidate-length", "0"]) == 2 and "candidate_length" in capsys.readouterr().err
+
+
+def test_fixed_lengths_to_compare_with():
+    assert [bench._lengths(k) for k in (1, 4, 7)] == [[0, 1], [0, 1, 2, 4], [0, 1, 2, 4, 7]]
