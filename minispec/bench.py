@@ -182,9 +182,9 @@ REPEATING = "Repeat this list five times: red, green, blue, yellow, black, white
 def bench_steering(
     model: str, questions: Sequence[str], *, dtype: str, max_tokens: int, candidate_length: int, draft: str, rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Time 24 requests with each fixed number of drafts and with the controller, taking turns in each phase.
-
     """Time 24 requests with fixed numbers of drafts and with the controller, taking turns in each phase.
+
+    Prints and returns tokens per second: phase (and "all") -> contestant -> median of the rounds. Each round has another
     order of prompts. Raises ConfigError for a number below 1.
     """
     from minispec import LLM, SamplingParams
