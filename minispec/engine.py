@@ -362,7 +362,7 @@ class Engine:
             self._give_up(launched)
             raise
         launched.seconds = self._device_seconds(launched)
-        with self._timed("advance"):
+        with self._timed("advance", launched):
             if self.controller:
                 self.controller.settle()
             launched.outcomes = outcomes(judged, step.sampled) if judged else []
@@ -428,7 +428,7 @@ class Engine:
     def _settle(self, launched: Launched) -> None:
         """What the new tokens mean: text, stop strings, who hears of them, counters, who has ended."""
         step = launched.step
-        with self._timed("settle"):
+        with self._timed("settle", launched):
             self._count_seconds(launched)
             results, emitted = iter(launched.outcomes), []
             for row, count in zip(step.rows, launched.emitted, strict=True):
@@ -574,19 +574,19 @@ class Engine:
             assert request.status is Status.RUNNING or request.table_row is None, f"{request.id} waits and holds slots"
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def _timed(self, name: str, launched: Launched | None = None) -> Iterator[None]:
         started = self.device.now()
         yield
         self.device.spend(name)
         span = Span(name, started, self.device.now())
         self.metrics.add_seconds(name, span.end - span.start)
-        self._note(HOST, span)
+        self._note(HOST, span, launched)
 
     def _note(self, lane: str, span: Span, launched: Launched | None = None) -> None:
         if self.trace is not None:
             rows = launched.step.rows if launched else []
             tokens, ids = sum(row.q_len for row in rows), tuple(row.request.id for row in rows)
-            number = launched.number if launched else self._launches
+            number = launched.number if launched else self._launches + 1
             self.trace.events.append(Event(lane, *span, number, len(rows), tokens, ids))
 
     def close(self) -> None:
