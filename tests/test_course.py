@@ -1218,6 +1218,8 @@ def test_two_lanes_are_as_long_as_they_took_and_gaps_of_the_device_are_red() -> 
     assert widths[1]["forward"] == [10, 10, 10, 8] and widths[1]["settle"] == [3, 3, 3]  # legend apart
     gaps = [[(round((b[1] - 80) / tick, 1), round(b[3] / tick, 1)) for b in p if b[0] == figures.FIX] for p in panels]
     assert gaps == [[(12, 5), (27, 5)], []]
+    device = [b[2] for b in panels[0] if b[0] == looks["forward"][0]]
+    assert all(device[0] < b[2] and b[2] + b[4] < device[0] + 26 for b in panels[0] if b[0] == figures.FIX)
     said = words(drawn)
     assert said[0] == f"turns: the device is idle for {traces['turns'].idle_share():.0%} of the time"
     assert "overlap: the device is idle for 0% of the time" in said and "the device waits" in said
@@ -1225,9 +1227,14 @@ def test_two_lanes_are_as_long_as_they_took_and_gaps_of_the_device_are_red() -> 
 
 
 def test_boxes_of_the_lanes_name_the_step_that_they_belong_to() -> None:
-    said = words(figures.two_lanes({"x": ticking(True, plan=20, settle=20, forward=60)}, (60, 180)).data)
+    drawn = figures.two_lanes({"x": ticking(True, plan=20, settle=20, forward=60)}, (60, 180)).data
+    said = words(drawn)
     assert {"settle 1", "plan 3", "forward 2", "settle 2", "plan 4", "forward 3"} <= set(said)
     assert not {"forward 4", "settle 3", "the device waits"} & set(said)
+    second = next(t for t in ElementTree.fromstring(drawn).iter() if t.text == "forward 2")
+    tick = next(t for t in ElementTree.fromstring(drawn).iter() if t.text == "80")
+    assert float(second.get("x")) == pytest.approx(80 + 50 * 6.5)  # the middle of 80 to 140
+    assert float(tick.get("x")) == pytest.approx(80 + 20 * 6.5)
 
 
 def test_lanes_in_other_units_begin_with_the_first_event() -> None:
@@ -1293,3 +1300,73 @@ def test_what_the_finished_twice_exercise_shows_has_a_wasted_row() -> None:
     engine, forwards, ended = check.brought({"A": (5, 9), "B": (7, 9)})
     assert [forward.get("B") for forward in forwards] == [8, 9, 9, None, None] and ended == ["B", "A"]
     assert engine.metrics.computed_tokens == sum(map(len, forwards)) == 8 and not engine.has_work
+
+
+# Everything on: notebook 13 ----------------------------------------------------------------------------------------
+
+
+def ranked(ladder, shared, *, first=False, total=False, reverse=True, price=lambda f, r, shared: shared * f + r):
+    prices = [price(forwards, rows, shared) for _, forwards, rows in ladder]
+    before = [prices[0]] * len(prices) if total else [0 if first else prices[0], *prices]
+    saved = {ladder[n][0]: before[n] - prices[n] for n in range(0 if first else 1, len(ladder))}
+    return sorted(saved, key=lambda name: saved[name], reverse=reverse)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"first": True},
+        {"total": True},
+        {"reverse": False},
+        {"price": lambda f, r, shared: f},
+        {"price": lambda f, r, shared: r},
+        {"price": lambda f, r, shared: 20 * f + r},
+    ],
+)
+def test_the_ranking_exercise_finds_the_usual_mistakes(said, mistake) -> None:
+    check.nb13_ex1(lambda ladder, shared: ranked([("", *ladder[0][1:]), *ladder[1:]], shared))
+    assert re.fullmatch(r"exercise 1: ok \(\d\d cases\)", said()[0])
+    check.nb13_ex1(lambda ladder, shared: ranked(ladder, shared, **mistake))
+    assert ", expected " in said()[0]
+
+
+COLD, WARM = [[1] * 12 + [2 + n] * 8 for n in range(6)], [[1] * 320 + [2 + n] for n in range(6)]
+
+
+@pytest.mark.parametrize(
+    "prompts, fault",
+    [
+        ([[1] * 16 + [2 + n] * 8 for n in range(6)], "% found"),
+        (COLD[:5], "5 prompts"),
+        ([[1] * 12 + [2 + n] * 7 for n in range(6)], "prompt 1 has 19 tokens"),
+        ([[1] * 11 + [2 + n] * 9 for n in range(6)], "prompt 2 begins otherwise"),
+        ([*COLD[:5], COLD[0]], "prompt 6 is there twice"),
+        ([[60] * 20 + [n] for n in range(6)], "outside the vocabulary"),
+    ],
+)
+def test_the_cold_and_warm_exercise_names_what_is_wrong_with_the_prompts(said, prompts, fault) -> None:
+    check.nb13_ex2(lambda: COLD, lambda: WARM)
+    assert said() == ["exercise 2, cold: ok (1 case)", "exercise 2, warm: ok (1 case)"]
+    check.nb13_ex2(lambda: prompts, lambda: COLD)
+    cold, warm = said()
+    assert fault in cold and cold.endswith("expected 'as asked'")
+    assert "0.0% found" in warm and warm.endswith("expected 'as asked'")
+
+
+def test_warm_prompts_must_be_long_enough(said) -> None:
+    for common, verdict in ((288, "ok"), (112, "found")):  # 5 * 288 of 6 * 289, 5 * 112 of 6 * 113: 83 and 83 per cent
+        check.nb13_ex2(lambda: COLD, lambda common=common: [[1] * common + [n] * 8 for n in range(2, 8)])
+        assert verdict in said()[1]
+
+
+def test_a_waterfall_starts_each_bar_where_the_last_one_ended() -> None:
+    picture = figures.waterfall("title", {"forwards": {"plain": 40, "half": 20, "same": 20, "more": 30}})
+    [ax] = picture.axes
+    bars = [(bar.get_x(), bar.get_width(), bar.get_facecolor()) for bar in ax.patches]
+    assert [(x, round(w)) for x, w, _ in bars] == [(0, 40), (20, 20), (20, 0), (20, 10)]
+    assert (
+        len({color for *_, color in bars}) == 3 and bars[1][2] == bars[2][2] and [b.get_hatch() for b in ax.patches][3]
+    )
+    assert [t.get_text() for t in ax.texts] == ["40", "20", "20", "30"]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["plain", "half", "same", "more"]
+    assert repr(picture) == "<picture: title>" and picture._repr_png_() == picture._repr_png_()

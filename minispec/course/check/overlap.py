@@ -173,14 +173,14 @@ def nb13_ex2(cold: Callable[[], list[list[int]]], warm: Callable[[], list[list[i
 
 
 def _unfit(prompts: list[list[int]]) -> str:
-    """What is wrong with the prompts, in a few words, or nothing."""
+    """What is wrong with the prompts, in at most 28 letters (a verdict shows no more), or nothing."""
     if len(prompts) != PROMPTS:
         return f"{len(prompts)} prompts, not {PROMPTS}"
     for number, prompt in enumerate(map(list, prompts), start=1):
         if not SHORTEST <= len(prompt) <= LONGEST:
-            return f"prompt {number} has {len(prompt)} tokens, not {SHORTEST} to {LONGEST}"
+            return f"prompt {number} has {len(prompt)} tokens"
         if prompt[:SAME_START] != list(prompts[0])[:SAME_START]:
-            return f"prompt {number} begins with other tokens than prompt 1"
+            return f"prompt {number} begins otherwise"
         if prompt in map(list, prompts[: number - 1]):
             return f"prompt {number} is there twice"
     return ""
