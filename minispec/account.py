@@ -54,20 +54,20 @@ class Account:
         self.metrics.computed_tokens += launched.step.num_tokens
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """A part of the host's work."""
+    def timed(self, name: str, launched: Launched | None = None) -> Iterator[None]:
+        """A part of the host's work on a launched step, or on the next one (None)."""
         started = self.device.now()
         yield
         self.device.spend(name)
         span = Span(name, started, self.device.now())
         self.metrics.add_seconds(name, span.end - span.start)
-        self._note(HOST, span)
+        self._note(HOST, span, launched)
 
     def _note(self, lane: str, span: Span, launched: Launched | None = None) -> None:
         if self.trace is not None:
             rows = launched.step.rows if launched else []
             tokens, ids = sum(row.q_len for row in rows), tuple(row.request.id for row in rows)
-            number = launched.number if launched else self._launches
+            number = launched.number if launched else self._launches + 1
             self.trace.events.append(Event(lane, *span, number, len(rows), tokens, ids))
 
     def count_drafts(self, row: Row, accepted: int, emitted: int, slots: np.ndarray) -> None:

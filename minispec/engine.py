@@ -138,6 +138,11 @@ class Engine:
         return self.intake.context_length
 
     @property
+    def trace(self) -> Trace | None:
+        """What was done when, if enable_trace is on."""
+        return self.account.trace
+
+    @property
     def has_work(self) -> bool:
         return bool(self.requests)
 
@@ -304,7 +309,7 @@ class Engine:
             self._give_up(launched)
             raise
         self.account.landed(launched)
-        with self.account.timed("advance"):
+        with self.account.timed("advance", launched):
             if self.controller:
                 self.controller.settle()
             launched.outcomes = outcomes(judged, step.sampled) if judged else []
@@ -368,7 +373,7 @@ class Engine:
     def _settle(self, launched: Launched) -> None:
         """What the new tokens mean: text, stop strings, who hears of them, counters, who has ended."""
         step = launched.step
-        with self.account.timed("settle"):
+        with self.account.timed("settle", launched):
             self.account.count_seconds(launched)
             results, emitted = iter(launched.outcomes), []
             for row, count in zip(step.rows, launched.emitted, strict=True):

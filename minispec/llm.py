@@ -333,10 +333,9 @@ class LLM:
 
     def trace(self) -> Trace:
         """What the host and the device did, and when. Raises ConfigError unless enable_trace is on."""
-        trace = self.engine.account.trace
-        if trace is None:
+        if self.engine.trace is None:
             raise ConfigError("nothing is traced: make the LLM with enable_trace=True")
-        return trace
+        return self.engine.trace
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner."""

@@ -16,7 +16,10 @@ HOST, DEVICE = "host", "device"
 
 
 class Event(NamedTuple):
-    """One part of one step. start, end: seconds; step: number of the launch, from 1; rows and tokens of its forward."""
+    """One part of one step. start, end: seconds; step: number of the launch, from 1; rows and tokens of its forward.
+
+    While a step is planned, its number is that of the next launch, and its rows are not known.
+    """
 
     lane: str
     name: str

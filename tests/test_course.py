@@ -17,9 +17,11 @@ from nbclient.exceptions import CellExecutionError
 
 import minispec
 from minispec import course
+from minispec.config import SamplingParams
 from minispec.core import TokenKind
 from minispec.course import check, figures, run_notebooks
 from minispec.course.check import Case, judge
+from minispec.device import VirtualDevice
 from minispec.engine import Engine
 from minispec.kv.pool import OutOfPages, PageAllocator
 from minispec.kv.radix import RadixTree
@@ -28,6 +30,7 @@ from minispec.runner import ModelRunner
 from minispec.sampling.distribution import sample
 from minispec.speculative import controller as rules
 from minispec.speculative.drafter import Proposal
+from minispec.trace import DEVICE, Event, Trace
 
 PACKAGE = Path(minispec.__file__).parent
 
@@ -1287,3 +1290,179 @@ def test_a_controller_believes_the_virtual_clock_and_no_other() -> None:
 
 def test_a_toy_has_the_context_that_was_asked_for() -> None:
     assert len(on_a_clock(500)[2].tokens) == 256 and len(on_a_clock(500, context_length=512)[2].tokens) == 503
+
+
+# Overlap: notebook 08 ----------------------------------------------------------------------------------------------
+
+
+def ticking(overlap: bool, **dials: float):
+    engine = check.toy_engine(device=VirtualDevice(dials), enable_overlap=overlap, enable_trace=True)
+    engine.add([1], SamplingParams(temperature=0, max_tokens=6))
+    while engine.has_work:
+        engine.step()
+    return engine.trace
+
+
+def test_two_lanes_are_as_long_as_they_took_and_gaps_of_the_device_are_red() -> None:
+    traces = {name: ticking(on, plan=2, settle=3, forward=10) for name, on in (("turns", False), ("overlap", True))}
+    drawn = figures.two_lanes(traces, (0, 40)).data
+    assert drawn == figures.two_lanes(traces, (0, 40)).data and inside(drawn)
+    tick, looks = (880 - 80 - 20) / 40, figures.LANE_LOOKS
+    panels = [[b for b in shapes(drawn) if low < b[2] < low + 90] for low in (20, 114)]
+    widths = [{name: [round(b[3] / tick, 1) for b in p if b[0] == looks[name][0]] for name in looks} for p in panels]
+    assert widths[0]["forward"] == [10, 10, 8] and widths[0]["plan"] == [2, 2, 2] and widths[0]["settle"] == [3, 3]
+    assert widths[1]["forward"] == [10, 10, 10, 8] and widths[1]["settle"] == [3, 3, 3]  # legend apart
+    gaps = [[(round((b[1] - 80) / tick, 1), round(b[3] / tick, 1)) for b in p if b[0] == figures.FIX] for p in panels]
+    assert gaps == [[(12, 5), (27, 5)], []]
+    device = [b[2] for b in panels[0] if b[0] == looks["forward"][0]]
+    assert all(device[0] < b[2] and b[2] + b[4] < device[0] + 26 for b in panels[0] if b[0] == figures.FIX)
+    said = words(drawn)
+    assert said[0] == f"turns: the device is idle for {traces['turns'].idle_share():.0%} of the time"
+    assert "overlap: the device is idle for 0% of the time" in said and "the device waits" in said
+    assert [w for w in said if w.isdecimal()][-9:] == [str(t) for t in range(0, 41, 5)]
+
+
+def test_boxes_of_the_lanes_name_the_step_that_they_belong_to() -> None:
+    drawn = figures.two_lanes({"x": ticking(True, plan=20, settle=20, forward=60)}, (60, 180)).data
+    said = words(drawn)
+    assert {"settle 1", "plan 3", "forward 2", "settle 2", "plan 4", "forward 3"} <= set(said)
+    assert not {"forward 4", "settle 3", "the device waits"} & set(said)
+    second = next(t for t in ElementTree.fromstring(drawn).iter() if t.text == "forward 2")
+    tick = next(t for t in ElementTree.fromstring(drawn).iter() if t.text == "80")
+    assert float(second.get("x")) == pytest.approx(80 + 50 * 6.5)  # the middle of 80 to 140
+    assert float(tick.get("x")) == pytest.approx(80 + 20 * 6.5)
+
+
+def test_lanes_in_other_units_begin_with_the_first_event() -> None:
+    trace = Trace()
+    for start, end in ((100.0, 100.002), (100.004, 100.005)):
+        trace.events.append(Event(DEVICE, "forward", start, end, 1, 1, 1, ()))
+    drawn = figures.two_lanes({"x": trace}, (0, 10), unit="ms", scale=1e3).data
+    [gap, first, second] = [(fill, round((x - 80) / 78, 1), round(w / 78, 1)) for fill, x, _, w, _ in shapes(drawn)[:3]]
+    assert gap == (figures.FIX, 2, 2) and first[1:] == (0, 2) and second[1:] == (4, 1)
+    assert "ms" in words(drawn)
+
+
+def period(plan, settle, advance, draft, forward):
+    if draft:
+        return max(plan + settle, draft + forward) + advance
+    return max(plan + settle + advance, forward)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda p, s, a, d, f: p + s + a + d + f,
+        lambda p, s, a, d, f: max(p + s + a, d + f),
+        lambda p, s, a, d, f: max(p + s, d + f) + a,
+        lambda p, s, a, d, f: max(p + s, f) + a if d else max(p + s + a, f),
+        lambda p, s, a, d, f: max(p + s, d + f) + a if d else max(p + s, f),
+    ],
+)
+def test_the_period_exercise_finds_the_usual_mistakes(said, wrong) -> None:
+    check.nb08_ex1(period, lambda plan, advance, forward: forward - plan - advance)
+    assert said() == ["exercise 1, period: ok (9 cases)", "exercise 1, longest_settle: ok (4 cases)"]
+    check.nb08_ex1(wrong, lambda plan, advance, forward: forward - plan)
+    assert [", expected " in line for line in said()] == [True, True]
+
+
+def settled(forwards, end, *, late=False, twice=False, count=True, keep_end=True):
+    outputs, ended, wasted = {}, [], 0
+    for forward in forwards:
+        gone = list(ended)
+        for name, token in forward.items():
+            if name in gone:
+                wasted += count
+                if twice and token == end:
+                    ended.append(name)
+                if not late:
+                    continue
+            if keep_end or token != end:
+                outputs.setdefault(name, []).append(token)
+            if token == end and name not in ended:
+                ended.append(name)
+    return outputs, ended, wasted
+
+
+@pytest.mark.parametrize("mistake", [{"late": True}, {"twice": True}, {"count": False}, {"keep_end": False}])
+def test_the_finished_twice_exercise_finds_the_usual_mistakes(said, mistake) -> None:
+    check.nb08_ex2(settled)
+    assert said() == ["exercise 2: ok (9 cases)"]
+    check.nb08_ex2(lambda forwards, end: settled(forwards, end, **mistake))
+    assert ", expected " in said()[0]
+
+
+def test_what_the_finished_twice_exercise_shows_has_a_wasted_row() -> None:
+    engine, forwards, ended = check.brought({"A": (5, 9), "B": (7, 9)})
+    assert [forward.get("B") for forward in forwards] == [8, 9, 9, None, None] and ended == ["B", "A"]
+    assert engine.metrics.computed_tokens == sum(map(len, forwards)) == 8 and not engine.has_work
+
+
+# Everything on: notebook 13 ----------------------------------------------------------------------------------------
+
+
+def ranked(ladder, shared, *, first=False, total=False, reverse=True, price=lambda f, r, shared: shared * f + r):
+    prices = [price(forwards, rows, shared) for _, forwards, rows in ladder]
+    before = [prices[0]] * len(prices) if total else [0 if first else prices[0], *prices]
+    saved = {ladder[n][0]: before[n] - prices[n] for n in range(0 if first else 1, len(ladder))}
+    return sorted(saved, key=lambda name: saved[name], reverse=reverse)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        {"first": True},
+        {"total": True},
+        {"reverse": False},
+        {"price": lambda f, r, shared: f},
+        {"price": lambda f, r, shared: r},
+        {"price": lambda f, r, shared: 20 * f + r},
+    ],
+)
+def test_the_ranking_exercise_finds_the_usual_mistakes(said, mistake) -> None:
+    check.nb13_ex1(lambda ladder, shared: ranked([("", *ladder[0][1:]), *ladder[1:]], shared))
+    assert re.fullmatch(r"exercise 1: ok \(\d\d cases\)", said()[0])
+    check.nb13_ex1(lambda ladder, shared: ranked(ladder, shared, **mistake))
+    assert ", expected " in said()[0]
+
+
+COLD, WARM = [[1] * 12 + [2 + n] * 8 for n in range(6)], [[1] * 320 + [2 + n] for n in range(6)]
+
+
+@pytest.mark.parametrize(
+    "prompts, fault",
+    [
+        ([[1] * 16 + [2 + n] * 8 for n in range(6)], "% found"),
+        (COLD[:5], "5 prompts"),
+        ([[1] * 12 + [2 + n] * 7 for n in range(6)], "prompt 1 has 19 tokens"),
+        ([[1] * 11 + [2 + n] * 9 for n in range(6)], "prompt 2 begins otherwise"),
+        ([*COLD[:5], COLD[0]], "prompt 6 is there twice"),
+        ([[60] * 20 + [n] for n in range(6)], "outside the vocabulary"),
+    ],
+)
+def test_the_cold_and_warm_exercise_names_what_is_wrong_with_the_prompts(said, prompts, fault) -> None:
+    check.nb13_ex2(lambda: COLD, lambda: WARM)
+    assert said() == ["exercise 2, cold: ok (1 case)", "exercise 2, warm: ok (1 case)"]
+    check.nb13_ex2(lambda: prompts, lambda: COLD)
+    cold, warm = said()
+    assert fault in cold and cold.endswith("expected 'as asked'")
+    assert "0.0% found" in warm and warm.endswith("expected 'as asked'")
+
+
+def test_warm_prompts_must_be_long_enough(said) -> None:
+    for common, verdict in ((288, "ok"), (112, "found")):  # 5 * 288 of 6 * 289, 5 * 112 of 6 * 113: 83 and 83 per cent
+        check.nb13_ex2(lambda: COLD, lambda common=common: [[1] * common + [n] * 8 for n in range(2, 8)])
+        assert verdict in said()[1]
+
+
+def test_a_waterfall_starts_each_bar_where_the_last_one_ended() -> None:
+    picture = figures.waterfall("title", {"forwards": {"plain": 40, "half": 20, "same": 20, "more": 30}})
+    [ax] = picture.axes
+    bars = [(bar.get_x(), bar.get_width(), bar.get_facecolor()) for bar in ax.patches]
+    assert [(x, round(w)) for x, w, _ in bars] == [(0, 40), (20, 20), (20, 0), (20, 10)]
+    assert (
+        len({color for *_, color in bars}) == 3 and bars[1][2] == bars[2][2] and [b.get_hatch() for b in ax.patches][3]
+    )
+    assert [t.get_text() for t in ax.texts] == ["40", "20", "20", "30"]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["plain", "half", "same", "more"]
+    assert repr(picture) == "<picture: title>" and picture._repr_png_() == picture._repr_png_()

@@ -165,15 +165,15 @@ def test_the_trace_shows_the_device_idle_without_overlap_and_busy_with_it(tmp_pa
         device = VirtualDevice({"plan": 2, "settle": 3, "forward": 10})
         engine = make(markov(), overlap=overlap, device=device, enable_trace=True)
         run(engine, [[1, 2]], greedy(40))
-        shares.append(engine.account.trace.idle_share(DEVICE))
-        host, lane = engine.account.trace.lane(HOST), engine.account.trace.lane(DEVICE)
+        shares.append(engine.trace.idle_share(DEVICE))
+        host, lane = engine.trace.lane(HOST), engine.trace.lane(DEVICE)
         assert {e.name for e in host} == {"plan", "advance", "settle"} and {e.name for e in lane} == {
             "forward",
             "verify",
         }
         assert [e.step for e in lane if e.name == "forward"] == list(range(1, 41))
         assert all(e.rows == 1 and e.request_ids == ("request-0",) for e in lane)
-        engine.account.trace.to_perfetto(tmp_path / "trace.json")
+        engine.trace.to_perfetto(tmp_path / "trace.json")
         written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         forwards = [e for e in written if e["name"] == "forward"]
         assert len(forwards) == 40 and forwards[0]["dur"] == 10e6 and forwards[1]["ts"] > forwards[0]["ts"]

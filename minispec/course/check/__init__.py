@@ -10,6 +10,7 @@ Does not know: how to solve anything; solutions are in notebooks/solutions. Used
 
 from minispec.course.check.basics import nb00_ex1, nb00_ex2, nb01_ex1, nb01_ex2, nb02_ex1, nb02_ex2
 from minispec.course.check.judge import Case, judge
+from minispec.course.check.overlap import LazyDrafter, brought, nb08_ex1, nb08_ex2, nb13_ex1, nb13_ex2
 from minispec.course.check.radix import eviction_trees, nb06_ex1, nb06_ex2, nb07_ex1, nb07_ex2
 from minispec.course.check.scheduling import nb03_ex1, nb03_ex2, nb04_ex1, nb04_ex2, nb05_ex1, nb05_ex2
 from minispec.course.check.speculation import (

@@ -14,6 +14,7 @@ import torch
 
 from minispec.config import EngineConfig
 from minispec.core import Request, Step
+from minispec.device import InlineDevice
 from minispec.engine import Engine
 from minispec.kv.pool import KVPool
 from minispec.models.config import ModelConfig
@@ -104,9 +105,15 @@ class FaultyDrafter:
         self.drafter.release(request)
 
 
-def toy_engine(*, drafters: Sequence[Drafter] = (), context_length: int = 512, **options: Any) -> Engine:
+def toy_engine(
+    *,
+    drafters: Sequence[Drafter] = (),
+    device: InlineDevice | None = None,
+    context_length: int = 512,
+    **options: Any,
+) -> Engine:
     """The real engine over a `ToyRunner`; `options` as for EngineConfig."""
     config = EngineConfig(check_every_step=True, **{"enable_overlap": False} | options)
     slots, sizes = config.kv_cache_tokens or 1024, {"num_rows": config.max_num_seqs, "max_len": context_length}
     pool = KVPool(slots, config.page_size, enable_radix_cache=config.enable_radix_cache, **sizes)
-    return Engine(config, ToyRunner(), pool, context_length=context_length, drafters=drafters)
+    return Engine(config, ToyRunner(), pool, context_length=context_length, drafters=drafters, device=device)
