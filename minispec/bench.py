@@ -184,7 +184,7 @@ def bench_steering(
 ) -> dict[str, dict[str, float]]:
     """Time 24 requests with fixed numbers of drafts and with the controller, taking turns in each phase.
 
-    Prints and returns tokens per second: phase (and "all") -> contestant -> median of the rounds. Each round has its own
+    Prints and returns tokens/s: phase (and "all") -> contestant -> median of the rounds. Each round has its own
     order of prompts. Raises ConfigError for a number below 1.
     """
     from minispec import LLM, SamplingParams
