@@ -1,0 +1,24 @@
+"""A prompting language: programs that interleave text with what the model writes, fork, and choose.
+
+The names and their meaning follow SGLang's frontend (Zheng et al. 2024, "SGLang: Efficient Execution of Structured
+Language Model Programs", section 2). Taught in notebook 13 (everything on).
+"""
+
+from minispec.lang.choices import greedy_token_selection, token_length_normalized, total_likelihood
+from minispec.lang.endpoint import BackendError, RuntimeEndpoint
+from minispec.lang.expressions import (
+    assistant,
+    assistant_begin,
+    assistant_end,
+    gen,
+    select,
+    system,
+    system_begin,
+    system_end,
+    user,
+    user_begin,
+    user_end,
+)
+from minispec.lang.function import function, set_default_backend
+from minispec.lang.program import Backend, Cancelled, Forks, ProgramState
+from minispec.lang.runtime import Runtime

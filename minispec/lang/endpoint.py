@@ -1,0 +1,132 @@
+"""Programs run by a server: /generate in SGLang's form, and /apply-template for conversations.
+
+    POST /generate        {"text", "sampling_params", "stream": true} -> events {"text" so far, "meta_info"}
+    POST /generate        {"text": [...], "return_logprob", "logprob_start_len": s} -> list; meta_info of each holds
+                          "input_token_logprobs": [[logprob, token id, ...]] of the prompt's tokens s, s + 1, ...
+                          (the first may have null: nothing need stand before it)
+    POST /apply-template  {"messages", "add_generation_prompt"} -> {"prompt"}
+
+One connection per call; closing it tells the server that nobody waits any more.
+
+Knows: HTTP, the form of the bodies. Does not know: programs, models. Taught in notebook 13 (everything on).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+from minispec.config import ConfigError, SamplingParams
+from minispec.lang.choices import check_start, shared_start
+from minispec.lang.expressions import SGLANG_NAMES
+from minispec.lang.program import Messages, Variable
+
+NAMES = {ours: theirs for theirs, ours in SGLANG_NAMES.items()}
+DEFAULTS = asdict(SamplingParams())
+CONNECT_SECONDS = 10.0
+TAIL = 8  # tokens at a prompt's end that a choice may change, looked at first; after that all of them
+
+
+class BackendError(RuntimeError):
+    """The server cannot be reached, breaks off, or says that it failed."""
+
+
+class RuntimeEndpoint:
+    """A backend behind a URL. Nothing is asked before a program runs.
+
+    timeout: seconds without a sign of life from the server. Raises ConfigError for what is no http or https URL.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None = None, *, timeout: float = 600.0) -> None:
+        url = urlsplit(base_url)
+        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        if url.scheme not in kinds or not url.hostname:
+            raise ConfigError(f"base_url must be like http://localhost:30000, got {base_url!r:.80}")
+        self._connection = partial(kinds[url.scheme], url.netloc, timeout=CONNECT_SECONDS)
+        self.base_url, self._path, self._timeout = base_url.rstrip("/"), url.path.rstrip("/"), timeout
+        self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+        """See `Backend`. Raises ConfigError when the template refuses the conversation, or BackendError."""
+        body = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        [answer] = self._post("/apply-template", body)
+        return answer["prompt"]
+
+    def generate(self, text: str, params: SamplingParams, job: Variable) -> tuple[str, dict[str, Any]]:
+        """See `Backend`. Raises ConfigError for what the server refuses, or BackendError."""
+        body = {"text": text, "sampling_params": _sampling(params), "stream": True}
+        if params.logprobs is not None:
+            body |= {"return_logprob": True, "top_logprobs_num": params.logprobs}
+        shown, answer = 0, {"text": "", "meta_info": {}}
+        for answer in self._post("/generate", body, job):
+            job.emit(answer["text"][shown:])
+            shown = len(answer["text"])
+        return answer["text"], answer["meta_info"]
+
+    def score(self, text: str, choices: Sequence[str], job: Variable) -> list[list[float]]:
+        """See `Backend`. Raises ConfigError for what the server refuses, or BackendError."""
+        body = {"text": text, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        [first] = self._post("/generate", body, job)  # says how long the prompt is, and leaves it in the cache
+        tail = max(0, first["meta_info"]["prompt_tokens"] - TAIL)
+        body |= {"text": [text, *(text + choice for choice in choices)], "return_logprob": True}
+        for begin in (tail, 0):
+            [answers] = self._post("/generate", body | {"logprob_start_len": begin}, job)
+            entries = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+            prompt, *full = ([entry[1] for entry in its] for its in entries)
+            if start := shared_start(prompt, full):
+                break
+        check_start(start, choices, full)
+        return [[entry[0] for entry in its[start:]] for its in entries[1:]]
+
+    def _post(self, path: str, body: dict[str, Any], job: Variable | None = None) -> Iterator[Any]:
+        """The answer, or the events of an answer that is a stream."""
+        connection = self._connection()
+        try:
+            connection.connect()
+            connection.sock.settimeout(self._timeout)
+            if job is not None:
+                job.on_cancel(partial(connection.sock.shutdown, socket.SHUT_RDWR))  # who reads it gets an error
+            connection.request("POST", self._path + path, json.dumps(body), self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                self._refuse(path, response.status, response.read())
+            if response.headers.get_content_type() != "text/event-stream":
+                yield json.loads(response.read())
+                return
+            for line in response:
+                kind, _, data = line.partition(b":")
+                if data.strip() == b"[DONE]":
+                    return
+                if kind == b"data":
+                    if "error" in (event := json.loads(data)):
+                        self._refuse(path, 500, data)
+                    yield event
+            raise BackendError(f"{self.base_url}{path}: the answer breaks off")
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            raise BackendError(f"{self.base_url}{path}: {type(error).__name__}: {error}") from error
+        finally:
+            connection.close()
+
+    def _refuse(self, path: str, status: int, content: bytes) -> None:
+        """Raise what the server's error says."""
+        message = content.decode(errors="replace")
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # another form: shown as it is
+            message = json.loads(message)["error"]["message"]
+        if status == 400:
+            raise ConfigError(message)
+        raise BackendError(f"{self.base_url}{path}: status {status}: {message:.500}")
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    """max_tokens and the fields that are not as they are by default, under the server's names."""
+    values = {name: value for name, value in asdict(params).items() if value != DEFAULTS[name] and name != "logprobs"}
+    return {NAMES.get(name, name): value for name, value in ({"max_tokens": params.max_tokens} | values).items()}

@@ -1,0 +1,389 @@
+"""A program while it runs: its text so far, what the model was asked for, its branches.
+
+A state is a list of parts. Adding text only appends it. Adding a `gen` or a `select` appends a `Variable` whose text
+comes later, and returns at once; a thread of the state computes its variables one after the other, and ends when
+there are none left. Only reading waits (`s["name"]`, `s.text()`). So the branches of a fork are asked for together and
+share the backend's forwards, and as their texts begin alike they share its radix cache.
+
+    s     "Q: ..." | gen a |                    parts; `a` may still be running
+    fork  the same parts   | "in short:" | gen b      a copy of the list, not of the texts
+          the same parts   | "at length:"| gen c
+
+All states of one run have one `Run`: the first error anywhere ends everything, and whoever waits gets that error.
+
+A program is plain text or a conversation. A conversation is rendered by the model's own template as a whole, whenever
+the model is asked, so every template works; an open turn of the assistant continues after the template's opening.
+
+Knows: parts, turns, threads, errors. Does not know: models, tokens, HTTP. Taught in notebook 13 (everything on).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partialmethod
+from typing import Any, Protocol
+
+from minispec.config import ConfigError, SamplingParams, check_number
+from minispec.lang.choices import mean
+from minispec.lang.expressions import Expression, Gen, Select, Turn, parts_of
+
+Messages = Sequence[Mapping[str, str]]
+END = "\ue000"  # a private character: where an unfinished turn is cut off again
+
+
+class Cancelled(RuntimeError):
+    """The run was ended by `ProgramState.cancel`."""
+
+
+class Backend(Protocol):
+    """Who runs a model. Calls come from many threads and may block. They raise what the caller shall see.
+
+    `job.emit(piece)` shows what is written; `job.on_cancel(callback)` says how the call is ended early.
+    """
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+        """The conversation in the form of the model's chat template."""
+
+    def generate(self, text: str, params: SamplingParams, job: Variable) -> tuple[str, dict[str, Any]]:
+        """Continue the text: what was written, and the counts of it (`meta_info` in SGLang's form)."""
+
+    def score(self, text: str, choices: Sequence[str], job: Variable) -> list[list[float]]:
+        """Log-probabilities of the tokens of each choice behind the text, cut as `minispec.lang.choices` says."""
+
+
+class Run:
+    """What the states of one run share. `changed` guards and announces everything that threads tell each other."""
+
+    def __init__(self, backend: Backend, sampling: Mapping[str, Any]) -> None:
+        self.backend, self.sampling = backend, sampling
+        self.changed = threading.Condition()
+        self.error: BaseException | None = None
+        self.ended = False  # the function has returned and nothing runs
+        self.workers = 0
+        self._callbacks: list[Callable[[], Any]] = []  # end what the backend works on, or did
+
+    def wait(self, ready: Callable[[], Any]) -> None:
+        """Return when ready() is true; raise the run's error if that comes first."""
+        with self.changed:
+            self.changed.wait_for(lambda: ready() or self.error)
+            if self.error and not ready():
+                raise self.error
+
+    def fail(self, error: BaseException) -> None:
+        """End everything. Only the first error counts; those that follow from it say nothing."""
+        with self.changed:
+            if self.error or self.ended:
+                return
+            self.error = error
+            self.changed.notify_all()
+        for callback in self._callbacks:
+            with contextlib.suppress(Exception):  # there may be nothing left to end
+                callback()
+
+    def on_fail(self, callback: Callable[[], Any]) -> None:
+        """Call this, from any thread, when the run fails; at once if it has."""
+        with self.changed:
+            self._callbacks.append(callback)
+            failed = self.error
+        if failed:
+            callback()
+
+    def execute(self, function: Callable[[], Any]) -> None:
+        """Run the body of the program and wait for all that it has asked for. Raises the first error of any part."""
+        try:
+            if not self.error:
+                function()
+            self._join()
+        except BaseException as error:  # Ctrl-C too
+            self.fail(error)
+            self._join()
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+        if self.error:
+            raise self.error
+
+    def _join(self) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: not self.workers)
+
+
+class Variable:
+    """What one gen or select becomes: `value`, and `meta`, what the backend says of it."""
+
+    def __init__(self, run: Run, expression: Gen | Select) -> None:
+        self._run, self._expression = run, expression
+        self.value: str | None = None
+        self.meta: dict[str, Any] = {}
+        self.on_cancel = run.on_fail
+        self._pieces: list[str] = []
+        if isinstance(expression, Gen):
+            self._params = SamplingParams(**{**run.sampling, **expression.sampling})
+
+    def result(self) -> str:
+        """Wait for the text. Raises the error of the run."""
+        self._run.wait(lambda: self.value is not None)
+        return self.value
+
+    def stream(self) -> Iterator[str]:
+        """The text, as it comes; what was shown before the call is there at once."""
+        shown = 0
+        while True:
+            self._run.wait(lambda n=shown: len(self._pieces) > n or self.value is not None)
+            if len(self._pieces) == shown:
+                break
+            yield self._pieces[shown]
+            shown += 1
+        yield self.value[sum(map(len, self._pieces)) :]
+
+    def emit(self, piece: str) -> None:
+        """Show a piece of the text."""
+        with self._run.changed:
+            self._pieces += [piece] if piece else []
+            self._run.changed.notify_all()
+
+    def compute(self, before: Sequence[str | Turn | Variable]) -> None:
+        """Ask the backend, in the calling thread. `before`: the parts that this one continues."""
+        backend = self._run.backend
+        text = text_of(before, backend)
+        if isinstance(self._expression, Gen):
+            value, meta = backend.generate(text, self._params, self)
+        else:
+            choices = list(dict.fromkeys(self._expression.choices))  # each once
+            logprobs = backend.score(text, choices, self)
+            value, means = choices[self._expression.method(logprobs)], [mean(values) for values in logprobs]
+            meta = {"choices": choices, "normalized_prompt_logprobs": means, "input_token_logprobs": logprobs}
+        with self._run.changed:
+            self.meta, self.value = meta, value
+            self._run.changed.notify_all()
+
+
+def transcript(parts: Sequence[str | Turn | Variable]) -> tuple[list[dict[str, str]], str | None, str]:
+    """Finished turns, the role of the open one (None: no turn is open), and its text. Waits for the variables."""
+    messages, role, content = [], None, ""
+    for part in parts:
+        if not isinstance(part, Turn):
+            content += part if isinstance(part, str) else part.result()
+            continue
+        if not part.begins:
+            messages.append({"role": part.role, "content": content})
+        role, content = (part.role if part.begins else None), ""
+    return messages, role, content
+
+
+def text_of(parts: Sequence[str | Turn | Variable], backend: Backend) -> str:
+    """The parts as the model reads them."""
+    messages, role, content = transcript(parts)
+    if role == "assistant":
+        return backend.render(messages, add_generation_prompt=True) + content
+    if role is None:
+        return backend.render(messages, add_generation_prompt=False) if messages else content
+    messages.append({"role": role, "content": content + END})
+    text, found, _ = backend.render(messages, add_generation_prompt=False).partition(END)
+    if not found:
+        raise ConfigError(f"the model's chat template does not show an unfinished turn of the {role}")
+    return text
+
+
+class ProgramState:
+    """The `s` of a program. Belongs to the function's thread; reading may be anybody's.
+
+    s += text, gen(...), select(...), user(...), ...     s["name"] and s.get_meta_info("name") wait for the variable
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._parts: list[str | Turn | Variable] = []
+        self._variables: dict[str, Any] = {}  # a Variable, or what `join` and s[name] = value have put there
+        self._role: str | None = None
+        self._todo: deque[tuple[Variable, int]] = deque()  # with the number of parts before it
+        self._working = False
+
+    # Writing ---------------------------------------------------------------------------------------------------
+
+    def __iadd__(self, value: str | Expression) -> ProgramState:
+        """Append. Raises ConfigError for what no program can hold, or the error of the run if it has failed."""
+        for part in parts_of(value):
+            self._append(part)
+        return self
+
+    def _append(self, part: str | Expression) -> None:
+        self._run.wait(lambda: True)
+        if self._run.ended:
+            raise ConfigError("this run has ended: its state can be read, not continued")
+        last = self._parts[-1] if self._parts else None
+        if isinstance(part, Turn):
+            self._role = self._next_role(part, last)
+        elif self._role is None and isinstance(last, Turn):
+            raise ConfigError(f"{part!r:.80} stands outside of a turn, and this program is a conversation")
+        if isinstance(part, Gen | Select):
+            name, part = part.name, Variable(self._run, part)
+            self._start(part)
+            if name is not None:
+                self._variables[name] = part
+        self._parts.append(part)
+
+    def _next_role(self, turn: Turn, last: Any) -> str | None:
+        """Whose turn it is behind a mark. Raises ConfigError if the mark cannot stand here, behind `last`."""
+        if turn.begins and self._role is not None:
+            raise ConfigError(f"a turn of the {turn.role} begins inside a turn of the {self._role}")
+        if not turn.begins and self._role != turn.role:
+            raise ConfigError(f"a turn of the {turn.role} ends, and none is open")
+        if turn.begins and last is not None and not isinstance(last, Turn):
+            raise ConfigError(f"a turn of the {turn.role} begins, and the text before it stands outside of any turn")
+        return turn.role if turn.begins else None
+
+    def _start(self, variable: Variable) -> None:
+        with self._run.changed:
+            self._todo.append((variable, len(self._parts)))
+            if self._working:
+                return
+            self._working = True
+            self._run.workers += 1
+        threading.Thread(target=self._work, name="minispec-program", daemon=True).start()
+
+    def _work(self) -> None:
+        run = self._run
+        while True:
+            with run.changed:
+                if run.error or not self._todo:
+                    self._working = False
+                    run.workers -= 1
+                    run.changed.notify_all()
+                    return
+                variable, place = self._todo.popleft()
+            try:
+                variable.compute(self._parts[:place])
+            except BaseException as error:
+                run.fail(error)
+
+    @contextlib.contextmanager
+    def _turn(self, role: str) -> Iterator[None]:
+        self._append(Turn(role, True))
+        yield
+        self._append(Turn(role, False))
+
+    # with s.user(): s += ...
+    system = partialmethod(_turn, "system")
+    user = partialmethod(_turn, "user")
+    assistant = partialmethod(_turn, "assistant")
+
+    def fork(self, size: int = 1) -> Forks:
+        """`size` branches that begin with this text and these variables. Waits for nothing."""
+        check_number("the size of a fork", size, 1, integer=True)
+        branches = [ProgramState(self._run) for _ in range(size)]
+        for branch in branches:
+            branch._parts, branch._variables, branch._role = [*self._parts], {**self._variables}, self._role
+        return Forks(self, branches)
+
+    def cancel(self) -> None:
+        """End the run: what is running is aborted, and whoever waits gets Cancelled. Nothing happens after its end."""
+        self._run.fail(Cancelled("the run was cancelled"))
+
+    # Reading ---------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Any:
+        """The text of a variable, or after `join` the list of the branches' texts. Waits. Raises KeyError."""
+        return _read(self._find(name), "value")
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._variables[name] = value
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._variables
+
+    def get_meta_info(self, name: str) -> Any:
+        """What the backend says of a variable. Waits. Raises KeyError.
+
+        Of a gen: counts (prompt_tokens, completion_tokens, cached_tokens, finish_reason, ...). Of a select: choices,
+        log-probabilities of their tokens (input_token_logprobs) and the means of these (normalized_prompt_logprobs).
+        """
+        return _read(self._find(name), "meta")
+
+    def _find(self, name: str) -> Any:
+        if name not in self._variables:
+            raise KeyError(f"no variable {name!r}; there are {', '.join(self._variables) or 'none'}")
+        return self._variables[name]
+
+    def text(self) -> str:
+        """All of it, as the model reads it: with the marks of the chat template if it is a conversation. Waits."""
+        return text_of([*self._parts], self._run.backend)
+
+    def messages(self) -> list[dict[str, str]]:
+        """The finished turns, [{"role": ..., "content": ...}, ...]. Waits."""
+        return transcript([*self._parts])[0]
+
+    def text_iter(self, name: str | None = None) -> Iterator[str]:
+        """The text of one variable, or all text, in pieces as they come (`run(stream=True)` returns at once).
+
+        Pieces of all text add up to `text()`, unless the chat template writes a finished turn another way than it
+        was generated. Raises the error of the run where it happened.
+        """
+        run = self._run
+        if name is not None:
+            run.wait(lambda: name in self._variables or run.ended)
+            yield from self._find(name).stream()
+            return
+        shown, place = "", 0
+        while True:
+            run.wait(lambda n=place: n < len(self._parts) or run.ended)
+            if place == len(self._parts):
+                break
+            if isinstance(part := self._parts[place], Variable):
+                text = text_of(self._parts[:place], run.backend)
+                yield text[len(shown) :]
+                yield from part.stream()
+                shown = text + part.result()
+            place += 1
+        yield self.text()[len(shown) :]
+
+
+class Forks:
+    """The branches of a fork. `forks[i]`, iteration, `forks += ...` for all, `join()`."""
+
+    def __init__(self, parent: ProgramState, branches: list[ProgramState]) -> None:
+        self._parent, self._branches = parent, branches
+
+    def __len__(self) -> int:
+        return len(self._branches)
+
+    def __getitem__(self, index: int) -> ProgramState:
+        return self._branches[index]
+
+    def __setitem__(self, index: int, value: ProgramState) -> None:
+        assert self._branches[index] is value, "only forks[i] += ... assigns to a branch"
+
+    def __iadd__(self, value: Any) -> Forks:
+        """Add to all branches: the same to each, a list with one for each, or a function of the branch's number."""
+        count = len(self)
+        each = value if isinstance(value, list) else [value(i) if callable(value) else value for i in range(count)]
+        if len(each) != count:
+            raise ConfigError(f"{len(each)} values for {count} branches")
+        for branch, its in zip(self._branches, each, strict=True):
+            branch += its
+        return self
+
+    def join(self, mode: str = "gather_variable") -> None:
+        """Wait for the branches; what they have called `name` is then the list parent[name], in their order."""
+        if mode != "gather_variable":
+            raise ConfigError(f"join knows one mode, 'gather_variable'; got {mode!r}")
+        gathered: dict[str, list[Any]] = {}
+        for branch in self._branches:
+            for name, variable in branch._variables.items():
+                if self._parent._variables.get(name) is not variable:
+                    gathered.setdefault(name, []).append(variable)
+        _read([*gathered.values()], "value")
+        self._parent._variables.update(gathered)
+
+
+def _read(value: Any, attribute: str) -> Any:
+    """`value` with each Variable in it, once it is computed, replaced by an attribute of it."""
+    if isinstance(value, list):
+        return [_read(item, attribute) for item in value]
+    if not isinstance(value, Variable):
+        return value
+    value.result()
+    return getattr(value, attribute)
