@@ -43,6 +43,9 @@ def greedy_token_selection(logprobs: LogprobLists) -> int:
     """Token by token, keep the choices whose next token is the likeliest.
 
     A choice that has ended goes on with the mean of its own tokens.
+
+    >>> greedy_token_selection([[-1.0, -1.0], [-0.5, -9.0], [-0.5, -8.0, 0.0]])
+    2
     """
     left = list(range(len(logprobs)))
     for place in range(max(map(len, logprobs))):
@@ -51,19 +54,15 @@ def greedy_token_selection(logprobs: LogprobLists) -> int:
     return left[0]
 
 
-def shared_start(prompt: Sequence[int], full: Sequence[Sequence[int]]) -> int:
-    """Tokens that the prompt and every prompt + choice begin with.
+def start_of_choices(prompt: Sequence[int], full: Sequence[Sequence[int]]) -> int:
+    """Tokens that the prompt and every prompt + choice begin with. Raises ConfigError where nothing can be scored.
 
-    >>> shared_start([5, 6, 7], [[5, 6, 7, 1], [5, 6, 8]])  # the second choice makes another token of the prompt's end
+    >>> start_of_choices([5, 6, 7], [[5, 6, 7, 1], [5, 6, 8]])  # the second choice changes the prompt's last token
     2
     """
-    return len(os.path.commonprefix([list(prompt), *map(list, full)]))
-
-
-def check_start(start: int, choices: Sequence[str], full: Sequence[Sequence[int]]) -> None:
-    """Raise ConfigError unless there is a token before the choices and each has one of its own behind `start`."""
+    start = len(os.path.commonprefix([list(prompt), *map(list, full)]))
     if start == 0:
-        raise ConfigError("choices can only be scored behind a prompt: no token of text stands before them")
-    for choice, ids in zip(choices, full, strict=True):
-        if len(ids) == start:
-            raise ConfigError(f"the choice {choice!r} adds no token to the prompt, so it cannot be scored")
+        raise ConfigError("choices can only be scored behind a prompt: no token that they share stands before them")
+    if start in map(len, full):
+        raise ConfigError("a choice adds no token to the prompt, so it cannot be scored")
+    return start

@@ -24,14 +24,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from minispec.config import ConfigError, SamplingParams
-from minispec.lang.choices import check_start, shared_start
+from minispec.lang.choices import start_of_choices
 from minispec.lang.expressions import SGLANG_NAMES
 from minispec.lang.program import Messages, Variable
 
 NAMES = {ours: theirs for theirs, ours in SGLANG_NAMES.items()}
 DEFAULTS = asdict(SamplingParams())
 CONNECT_SECONDS = 10.0
-TAIL = 8  # tokens at a prompt's end that a choice may change, looked at first; after that all of them
+TAIL = 32  # tokens at a prompt's end, more than a choice behind them can ever change
 
 
 class BackendError(RuntimeError):
@@ -77,14 +77,12 @@ class RuntimeEndpoint:
         body = {"text": text, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         [first] = self._post("/generate", body, job)  # says how long the prompt is, and leaves it in the cache
         tail = max(0, first["meta_info"]["prompt_tokens"] - TAIL)
-        body |= {"text": [text, *(text + choice for choice in choices)], "return_logprob": True}
-        for begin in (tail, 0):
-            [answers] = self._post("/generate", body | {"logprob_start_len": begin}, job)
-            entries = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
-            prompt, *full = ([entry[1] for entry in its] for its in entries)
-            if start := shared_start(prompt, full):
-                break
-        check_start(start, choices, full)
+        texts = [text, *(text + choice for choice in choices)]
+        body |= {"text": texts, "return_logprob": True, "logprob_start_len": tail}
+        [answers] = self._post("/generate", body, job)
+        entries = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+        prompt, *full = ([entry[1] for entry in its] for its in entries)
+        start = start_of_choices(prompt, full)
         return [[entry[0] for entry in its[start:]] for its in entries[1:]]
 
     def _post(self, path: str, body: dict[str, Any], job: Variable | None = None) -> Iterator[Any]:

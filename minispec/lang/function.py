@@ -6,7 +6,6 @@ Knows: arguments, defaults of sampling, batches. Does not know: how a state comp
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import threading
@@ -15,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from minispec.config import ConfigError, SamplingParams, check_number
-from minispec.lang.expressions import SAMPLING_FIELDS, SGLANG_NAMES, sampling_fields
+from minispec.lang.expressions import SAMPLING_NAMES, sampling_fields
 from minispec.lang.program import Backend, ProgramState, Run
 
 MAX_THREADS = 64  # of a batch: programs at once, each with a thread that mostly waits
-RUN_FIELDS = {*SAMPLING_FIELDS, *SGLANG_NAMES, "return_logprob", "top_logprobs_num"}
 _default_backend: Backend | None = None
 
 
@@ -50,17 +48,13 @@ class Function:
         the function are the defaults of every gen in it. stream=True returns at once; read `text_iter`, and the rest
         waits. Raises what the function, a gen or a branch has raised first; what else was running is aborted then.
         """
-        names = RUN_FIELDS & kwargs.keys() - self._signature.parameters.keys()
+        names = SAMPLING_NAMES & kwargs.keys() - self._signature.parameters.keys()
         state, start = self._prepare(args, kwargs, {name: kwargs.pop(name) for name in names}, backend)
-        if not stream:
+        if stream:
+            threading.Thread(target=state._run.execute, args=(start,), name="minispec-function").start()
+        else:
             state._run.execute(start)
-            return state
-
-        def in_background() -> None:
-            with contextlib.suppress(BaseException):  # readers of the state get it
-                state._run.execute(start)
-
-        threading.Thread(target=in_background, name="minispec-function", daemon=True).start()
+            state._run.check()
         return state
 
     def run_batch(
@@ -85,9 +79,9 @@ class Function:
 
         with ThreadPoolExecutor(min(threads, len(prepared) or 1), "minispec-batch") as pool:
             try:
-                futures = [pool.submit(state._run.execute, start) for state, start in prepared]
-                for future in tqdm(as_completed(futures), total=len(futures), disable=not progress_bar):
-                    future.result()
+                runs = {pool.submit(state._run.execute, start): state._run for state, start in prepared}
+                for future in tqdm(as_completed(runs), total=len(runs), disable=not progress_bar):
+                    runs[future].check()
             except BaseException:  # Ctrl-C too
                 for state, _ in prepared:
                     state.cancel()

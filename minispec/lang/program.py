@@ -1,11 +1,11 @@
 """A program while it runs: its text so far, what the model was asked for, its branches.
 
 A state is a list of parts. Adding text only appends it. Adding a `gen` or a `select` appends a `Variable` whose text
-comes later, and returns at once; a thread of the state computes its variables one after the other, and ends when
-there are none left. Only reading waits (`s["name"]`, `s.text()`). So the branches of a fork are asked for together and
-share the backend's forwards, and as their texts begin alike they share its radix cache.
+comes later, and returns at once; a thread of the state computes its variables one after the other. Only reading waits
+(`s["name"]`, `s.text()`). So the branches of a fork are asked for together and share the backend's forwards, and as
+their texts begin alike they share its radix cache.
 
-    s     "Q: ..." | gen a |                    parts; `a` may still be running
+    s     "Q: ..." | gen a |                          parts; `a` may still be running
     fork  the same parts   | "in short:" | gen b      a copy of the list, not of the texts
           the same parts   | "at length:"| gen c
 
@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partialmethod
 from typing import Any, Protocol
 
 from minispec.config import ConfigError, SamplingParams, check_number
 from minispec.lang.choices import mean
-from minispec.lang.expressions import Expression, Gen, Select, Turn, parts_of
+from minispec.lang.expressions import Expression, Gen, Part, Turn, parts_of
 
 Messages = Sequence[Mapping[str, str]]
 END = "\ue000"  # a private character: where an unfinished turn is cut off again
@@ -62,15 +62,37 @@ class Run:
         self.changed = threading.Condition()
         self.error: BaseException | None = None
         self.ended = False  # the function has returned and nothing runs
-        self.workers = 0
+        self.threads: list[ThreadPoolExecutor] = []  # one for each state, each of one thread
         self._callbacks: list[Callable[[], Any]] = []  # end what the backend works on, or did
+
+    def execute(self, function: Callable[[], Any]) -> None:
+        """Run the body of the program and wait for all that it has asked for. `check` says how it went."""
+        try:
+            self.check()
+            function()
+            self._join()
+        except BaseException as error:  # Ctrl-C too
+            self.fail(error)
+            self._join()
+        with self.changed:
+            self.ended = True
+            self.changed.notify_all()
+
+    def _join(self) -> None:
+        for thread in self.threads:
+            thread.shutdown()
 
     def wait(self, ready: Callable[[], Any]) -> None:
         """Return when ready() is true; raise the run's error if that comes first."""
         with self.changed:
             self.changed.wait_for(lambda: ready() or self.error)
-            if self.error and not ready():
-                raise self.error
+        if not ready():
+            self.check()
+
+    def check(self) -> None:
+        """Raise the run's error if there is one."""
+        if self.error:
+            raise self.error
 
     def fail(self, error: BaseException) -> None:
         """End everything. Only the first error counts; those that follow from it say nothing."""
@@ -91,37 +113,17 @@ class Run:
         if failed:
             callback()
 
-    def execute(self, function: Callable[[], Any]) -> None:
-        """Run the body of the program and wait for all that it has asked for. Raises the first error of any part."""
-        try:
-            if not self.error:
-                function()
-            self._join()
-        except BaseException as error:  # Ctrl-C too
-            self.fail(error)
-            self._join()
-        with self.changed:
-            self.ended = True
-            self.changed.notify_all()
-        if self.error:
-            raise self.error
-
-    def _join(self) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: not self.workers)
-
 
 class Variable:
     """What one gen or select becomes: `value`, and `meta`, what the backend says of it."""
 
-    def __init__(self, run: Run, expression: Gen | Select) -> None:
-        self._run, self._expression = run, expression
+    def __init__(self, run: Run, asked: Gen) -> None:
+        self._run, self._asked = run, asked
+        self._params = SamplingParams(**{**run.sampling, **asked.sampling})
+        self._pieces: list[str] = []
         self.value: str | None = None
         self.meta: dict[str, Any] = {}
         self.on_cancel = run.on_fail
-        self._pieces: list[str] = []
-        if isinstance(expression, Gen):
-            self._params = SamplingParams(**{**run.sampling, **expression.sampling})
 
     def result(self) -> str:
         """Wait for the text. Raises the error of the run."""
@@ -142,23 +144,27 @@ class Variable:
     def emit(self, piece: str) -> None:
         """Show a piece of the text."""
         with self._run.changed:
-            self._pieces += [piece] if piece else []
+            self._pieces.append(piece)
             self._run.changed.notify_all()
 
-    def compute(self, before: Sequence[str | Turn | Variable]) -> None:
-        """Ask the backend, in the calling thread. `before`: the parts that this one continues."""
-        backend = self._run.backend
-        text = text_of(before, backend)
-        if isinstance(self._expression, Gen):
-            value, meta = backend.generate(text, self._params, self)
-        else:
-            choices = list(dict.fromkeys(self._expression.choices))  # each once
-            logprobs = backend.score(text, choices, self)
-            value, means = choices[self._expression.method(logprobs)], [mean(values) for values in logprobs]
-            meta = {"choices": choices, "normalized_prompt_logprobs": means, "input_token_logprobs": logprobs}
-        with self._run.changed:
-            self.meta, self.value = meta, value
-            self._run.changed.notify_all()
+    def compute(self, parts: Sequence[str | Turn | Variable], place: int) -> None:
+        """Ask the backend, in the calling thread, for what follows parts[:place]. An error is the run's."""
+        backend, asked = self._run.backend, self._asked
+        try:
+            self._run.check()
+            text = text_of(parts[:place], backend)
+            if asked.choices:
+                choices = list(dict.fromkeys(asked.choices))  # each once
+                logprobs = backend.score(text, choices, self)
+                value, means = choices[asked.method(logprobs)], [mean(values) for values in logprobs]
+                meta = {"choices": choices, "normalized_prompt_logprobs": means, "input_token_logprobs": logprobs}
+            else:
+                value, meta = backend.generate(text, self._params, self)
+            with self._run.changed:
+                self.meta, self.value = meta, value
+                self._run.changed.notify_all()
+        except BaseException as error:
+            self._run.fail(error)
 
 
 def transcript(parts: Sequence[str | Turn | Variable]) -> tuple[list[dict[str, str]], str | None, str]:
@@ -198,9 +204,9 @@ class ProgramState:
         self._run = run
         self._parts: list[str | Turn | Variable] = []
         self._variables: dict[str, Any] = {}  # a Variable, or what `join` and s[name] = value have put there
-        self._role: str | None = None
-        self._todo: deque[tuple[Variable, int]] = deque()  # with the number of parts before it
-        self._working = False
+        self._role: str | None = None  # whose turn is open
+        self._thread = ThreadPoolExecutor(1, "minispec-program")  # starts with the first variable
+        run.threads.append(self._thread)
 
     # Writing ---------------------------------------------------------------------------------------------------
 
@@ -210,55 +216,29 @@ class ProgramState:
             self._append(part)
         return self
 
-    def _append(self, part: str | Expression) -> None:
-        self._run.wait(lambda: True)
+    def _append(self, part: Part) -> None:
+        self._run.check()
         if self._run.ended:
             raise ConfigError("this run has ended: its state can be read, not continued")
-        last = self._parts[-1] if self._parts else None
+        behind_text = bool(self._parts) and not isinstance(self._parts[-1], Turn)
+        if not isinstance(part, Turn):
+            fits = self._role is not None or behind_text or not self._parts
+        elif part.begins:
+            fits = self._role is None and not behind_text
+        else:
+            fits = self._role == part.role
+        if not fits:
+            raise ConfigError(f"{part!r:.80} cannot stand here: turns do not overlap, and no text is outside of them")
         if isinstance(part, Turn):
-            self._role = self._next_role(part, last)
-        elif self._role is None and isinstance(last, Turn):
-            raise ConfigError(f"{part!r:.80} stands outside of a turn, and this program is a conversation")
-        if isinstance(part, Gen | Select):
-            name, part = part.name, Variable(self._run, part)
-            self._start(part)
-            if name is not None:
-                self._variables[name] = part
-        self._parts.append(part)
-
-    def _next_role(self, turn: Turn, last: Any) -> str | None:
-        """Whose turn it is behind a mark. Raises ConfigError if the mark cannot stand here, behind `last`."""
-        if turn.begins and self._role is not None:
-            raise ConfigError(f"a turn of the {turn.role} begins inside a turn of the {self._role}")
-        if not turn.begins and self._role != turn.role:
-            raise ConfigError(f"a turn of the {turn.role} ends, and none is open")
-        if turn.begins and last is not None and not isinstance(last, Turn):
-            raise ConfigError(f"a turn of the {turn.role} begins, and the text before it stands outside of any turn")
-        return turn.role if turn.begins else None
-
-    def _start(self, variable: Variable) -> None:
+            self._role = part.role if part.begins else None
+        added = Variable(self._run, part) if isinstance(part, Gen) else part
         with self._run.changed:
-            self._todo.append((variable, len(self._parts)))
-            if self._working:
-                return
-            self._working = True
-            self._run.workers += 1
-        threading.Thread(target=self._work, name="minispec-program", daemon=True).start()
-
-    def _work(self) -> None:
-        run = self._run
-        while True:
-            with run.changed:
-                if run.error or not self._todo:
-                    self._working = False
-                    run.workers -= 1
-                    run.changed.notify_all()
-                    return
-                variable, place = self._todo.popleft()
-            try:
-                variable.compute(self._parts[:place])
-            except BaseException as error:
-                run.fail(error)
+            self._parts.append(added)
+            if isinstance(part, Gen) and part.name is not None:
+                self._variables[part.name] = added
+            self._run.changed.notify_all()
+        if isinstance(part, Gen):
+            self._thread.submit(added.compute, self._parts, len(self._parts) - 1)
 
     @contextlib.contextmanager
     def _turn(self, role: str) -> Iterator[None]:
@@ -341,28 +321,19 @@ class ProgramState:
         yield self.text()[len(shown) :]
 
 
-class Forks:
-    """The branches of a fork. `forks[i]`, iteration, `forks += ...` for all, `join()`."""
+class Forks(list[ProgramState]):
+    """The branches of a fork: a list, with `forks += ...` for all of them, and `join()`."""
 
     def __init__(self, parent: ProgramState, branches: list[ProgramState]) -> None:
-        self._parent, self._branches = parent, branches
-
-    def __len__(self) -> int:
-        return len(self._branches)
-
-    def __getitem__(self, index: int) -> ProgramState:
-        return self._branches[index]
-
-    def __setitem__(self, index: int, value: ProgramState) -> None:
-        assert self._branches[index] is value, "only forks[i] += ... assigns to a branch"
+        super().__init__(branches)
+        self._parent = parent
 
     def __iadd__(self, value: Any) -> Forks:
         """Add to all branches: the same to each, a list with one for each, or a function of the branch's number."""
-        count = len(self)
-        each = value if isinstance(value, list) else [value(i) if callable(value) else value for i in range(count)]
-        if len(each) != count:
-            raise ConfigError(f"{len(each)} values for {count} branches")
-        for branch, its in zip(self._branches, each, strict=True):
+        each = value if isinstance(value, list) else [value(i) if callable(value) else value for i in range(len(self))]
+        if len(each) != len(self):
+            raise ConfigError(f"{len(each)} values for {len(self)} branches")
+        for branch, its in zip(self, each, strict=True):
             branch += its
         return self
 
@@ -371,7 +342,7 @@ class Forks:
         if mode != "gather_variable":
             raise ConfigError(f"join knows one mode, 'gather_variable'; got {mode!r}")
         gathered: dict[str, list[Any]] = {}
-        for branch in self._branches:
+        for branch in self:
             for name, variable in branch._variables.items():
                 if self._parent._variables.get(name) is not variable:
                     gathered.setdefault(name, []).append(variable)
