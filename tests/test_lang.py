@@ -663,7 +663,7 @@ def expected_logprobs(llm: LLM, prompt: str, choices: list[str]) -> list[list[fl
 
 @pytest.mark.parametrize("prompt", ["Does a small model read?", "A small model reads a ", "A small model reads"])
 def test_choices_are_scored_as_a_full_recompute_scores_them(backend, runtime, prompt):
-    choices = [" yes", "prompt", " no, it looks at each token", "prompt"]
+    choices = [" yes", "token", " no, it looks at each token", "token"]
 
     @sgl.function
     def ask(s):
@@ -679,8 +679,8 @@ def test_choices_are_scored_as_a_full_recompute_scores_them(backend, runtime, pr
 
 
 def test_a_token_across_the_border_brings_the_end_of_the_prompt_along(runtime):
-    crossing = expected_logprobs(runtime.llm, "A small model reads a ", ["prompt"])
-    prompt, whole = runtime.llm.encode("A small model reads a "), runtime.llm.encode("A small model reads a prompt")
+    crossing = expected_logprobs(runtime.llm, "A small model reads a ", ["token"])
+    prompt, whole = runtime.llm.encode("A small model reads a "), runtime.llm.encode("A small model reads a token")
     assert whole[: len(prompt)] != prompt  # the space before the choice becomes part of another token
     assert len(crossing[0]) == len(whole) - len(prompt) + 1
 
@@ -734,7 +734,7 @@ def test_scores_come_from_the_right_slots_and_leave_nothing(folder):
 
 def test_scores_without_a_radix_cache(folder):
     llm = LLM(folder, dtype="float32", kv_cache_tokens=128, page_size=PAGE, enable_radix_cache=False)
-    prompt = llm.encode("A small model reads a prompt")
+    prompt = llm.encode("A small model reads a token")
     [got] = llm.score(prompt, [[40, 41]])
     table = reference_logits(llm.model, [*prompt, 40, 41]).log_softmax(-1)
     assert got == pytest.approx([table[-3, 40].item(), table[-2, 41].item()], abs=1e-4)
