@@ -5,9 +5,7 @@ Language Model Programs", section 2). Taught in notebook 13 (everything on).
 """
 
 from minispec.lang.choices import greedy_token_selection, token_length_normalized, total_likelihood
-from minispec.lang.endpoint import BackendError, RuntimeEndpoint
+from minispec.lang.backends import BackendError, Runtime, RuntimeEndpoint
 from minispec.lang.expressions import assistant, assistant_begin, assistant_end, gen, select, system, system_begin
 from minispec.lang.expressions import system_end, user, user_begin, user_end
-from minispec.lang.function import function, set_default_backend
-from minispec.lang.program import Backend, Cancelled, ProgramState
-from minispec.lang.runtime import Runtime
+from minispec.lang.program import Backend, Cancelled, ProgramState, function, set_default_backend

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 from minispec.config import ConfigError
 
@@ -21,17 +22,13 @@ ChoicesMethod = Callable[[LogprobLists], int]  # the index of the choice that is
 SAME_TOKEN = 1e-3  # two rows of one forward may give the same token log-probabilities that differ by less
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def token_length_normalized(logprobs: LogprobLists) -> int:
     """The highest mean log-probability per token: a long choice pays for its tokens as a short one does.
 
     >>> token_length_normalized([[-1.0], [-1.0, 0.0, 0.0]]), total_likelihood([[-1.0], [-1.0, -0.5]])
     (1, 0)
     """
-    return max(range(len(logprobs)), key=lambda i: mean(logprobs[i]))
+    return max(range(len(logprobs)), key=lambda i: fmean(logprobs[i]))
 
 
 def total_likelihood(logprobs: LogprobLists) -> int:
@@ -49,7 +46,7 @@ def greedy_token_selection(logprobs: LogprobLists) -> int:
     """
     left = list(range(len(logprobs)))
     for place in range(max(map(len, logprobs))):
-        at = {i: logprobs[i][place] if place < len(logprobs[i]) else mean(logprobs[i]) for i in left}
+        at = {i: logprobs[i][place] if place < len(logprobs[i]) else fmean(logprobs[i]) for i in left}
         left = [i for i in left if at[i] > max(at.values()) - SAME_TOKEN]
     return left[0]
 

@@ -67,10 +67,7 @@ def sampling_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     for name in given:
         if name in ("regex", "json_schema", "dtype"):
-            raise ConfigError(
-                f"{name}= asks for constrained decoding, which minispec does not have: say in the prompt what form the "
-                "answer must have, or give choices="
-            )
+            raise ConfigError(f"{name}= asks for constrained decoding, which minispec does not have; choices= may do")
         if name not in SAMPLING_NAMES:
             raise ConfigError(f"gen has no argument {name!r}; it takes {', '.join(sorted(SAMPLING_NAMES))}")
     if given.get("n", 1) != 1:

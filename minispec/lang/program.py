@@ -14,23 +14,30 @@ All states of one run have one `Run`: the first error anywhere ends everything, 
 A program is plain text or a conversation. A conversation is rendered by the model's own template as a whole, whenever
 the model is asked, so every template works; an open turn of the assistant continues after the template's opening.
 
-Knows: parts, turns, threads, errors. Does not know: models, tokens, HTTP. Taught in notebook 13 (everything on).
+Knows: parts, turns, threads, errors. Does not know: who computes (backends.py), models, tokens. Taught in notebook 13
+(everything on).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partialmethod
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from statistics import fmean
 from typing import Any, Protocol
 
 from minispec.config import ConfigError, SamplingParams, check_number
-from minispec.lang.choices import mean
-from minispec.lang.expressions import Expression, Gen, Part, Turn, parts_of
+from minispec.lang.expressions import SAMPLING_NAMES, Expression, Gen, Part, Turn, parts_of, sampling_fields
 
 Messages = Sequence[Mapping[str, str]]
+Batch = Sequence[Mapping[str, Any]]
+MAX_THREADS = 64  # of a batch: programs at once, each with a thread that mostly waits
+_default_backend: Backend | None = None
+START, BETWEEN, NO_TURNS = "", "between turns", "text without turns"  # where a program is outside of a turn
 END = "\ue000"  # a private character: where an unfinished turn is cut off again
 
 
@@ -109,8 +116,7 @@ class Run:
         """Call this, from any thread, when the run fails; at once if it has."""
         with self.changed:
             self._callbacks.append(callback)
-            failed = self.error
-        if failed:
+        if self.error:
             callback()
 
 
@@ -132,13 +138,11 @@ class Variable:
 
     def stream(self) -> Iterator[str]:
         """The text, as it comes; what was shown before the call is there at once."""
-        shown = 0
-        while True:
-            self._run.wait(lambda n=shown: len(self._pieces) > n or self.value is not None)
-            if len(self._pieces) == shown:
+        for place in itertools.count():
+            self._run.wait(lambda n=place: len(self._pieces) > n or self.value is not None)
+            if place == len(self._pieces):
                 break
-            yield self._pieces[shown]
-            shown += 1
+            yield self._pieces[place]
         yield self.value[sum(map(len, self._pieces)) :]
 
     def emit(self, piece: str) -> None:
@@ -156,7 +160,7 @@ class Variable:
             if asked.choices:
                 choices = list(dict.fromkeys(asked.choices))  # each once
                 logprobs = backend.score(text, choices, self)
-                value, means = choices[asked.method(logprobs)], [mean(values) for values in logprobs]
+                value, means = choices[asked.method(logprobs)], [fmean(values) for values in logprobs]
                 meta = {"choices": choices, "normalized_prompt_logprobs": means, "input_token_logprobs": logprobs}
             else:
                 value, meta = backend.generate(text, self._params, self)
@@ -203,8 +207,8 @@ class ProgramState:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._parts: list[str | Turn | Variable] = []
-        self._variables: dict[str, Any] = {}  # a Variable, or what `join` and s[name] = value have put there
-        self._role: str | None = None  # whose turn is open
+        self._variables: dict[str, Any] = {}  # a Variable, or a list of what the branches had
+        self._role = START  # whose turn is open, or another of these
         self._thread = ThreadPoolExecutor(1, "minispec-program")  # starts with the first variable
         run.threads.append(self._thread)
 
@@ -220,17 +224,14 @@ class ProgramState:
         self._run.check()
         if self._run.ended:
             raise ConfigError("this run has ended: its state can be read, not continued")
-        behind_text = bool(self._parts) and not isinstance(self._parts[-1], Turn)
-        if not isinstance(part, Turn):
-            fits = self._role is not None or behind_text or not self._parts
-        elif part.begins:
-            fits = self._role is None and not behind_text
+        if isinstance(part, Turn):
+            fits = self._role in (START, BETWEEN) if part.begins else self._role == part.role
+            role = part.role if part.begins else BETWEEN
         else:
-            fits = self._role == part.role
+            fits, role = self._role != BETWEEN, self._role or NO_TURNS
         if not fits:
             raise ConfigError(f"{part!r:.80} cannot stand here: turns do not overlap, and no text is outside of them")
-        if isinstance(part, Turn):
-            self._role = part.role if part.begins else None
+        self._role = role
         added = Variable(self._run, part) if isinstance(part, Gen) else part
         with self._run.changed:
             self._parts.append(added)
@@ -247,9 +248,9 @@ class ProgramState:
         self._append(Turn(role, False))
 
     # with s.user(): s += ...
-    system = partialmethod(_turn, "system")
-    user = partialmethod(_turn, "user")
-    assistant = partialmethod(_turn, "assistant")
+    system = functools.partialmethod(_turn, "system")
+    user = functools.partialmethod(_turn, "user")
+    assistant = functools.partialmethod(_turn, "assistant")
 
     def fork(self, size: int = 1) -> Forks:
         """`size` branches that begin with this text and these variables. Waits for nothing."""
@@ -268,9 +269,6 @@ class ProgramState:
     def __getitem__(self, name: str) -> Any:
         """The text of a variable, or after `join` the list of the branches' texts. Waits. Raises KeyError."""
         return _read(self._find(name), "value")
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._variables[name] = value
 
     def __contains__(self, name: str) -> bool:
         return name in self._variables
@@ -307,8 +305,8 @@ class ProgramState:
             run.wait(lambda: name in self._variables or run.ended)
             yield from self._find(name).stream()
             return
-        shown, place = "", 0
-        while True:
+        shown = ""
+        for place in itertools.count():
             run.wait(lambda n=place: n < len(self._parts) or run.ended)
             if place == len(self._parts):
                 break
@@ -317,7 +315,6 @@ class ProgramState:
                 yield text[len(shown) :]
                 yield from part.stream()
                 shown = text + part.result()
-            place += 1
         yield self.text()[len(shown) :]
 
 
@@ -337,10 +334,8 @@ class Forks(list[ProgramState]):
             branch += its
         return self
 
-    def join(self, mode: str = "gather_variable") -> None:
+    def join(self) -> None:
         """Wait for the branches; what they have called `name` is then the list parent[name], in their order."""
-        if mode != "gather_variable":
-            raise ConfigError(f"join knows one mode, 'gather_variable'; got {mode!r}")
         gathered: dict[str, list[Any]] = {}
         for branch in self:
             for name, variable in branch._variables.items():
@@ -358,3 +353,81 @@ def _read(value: Any, attribute: str) -> Any:
         return value
     value.result()
     return getattr(value, attribute)
+
+
+def set_default_backend(backend: Backend | None) -> None:
+    """Who runs programs that name no backend."""
+    global _default_backend
+    _default_backend = backend
+
+
+class Function:
+    """A program, made of a function whose first parameter is the state: `@function def ask(s, question): ...`
+
+    Calling it runs it; called with a state it goes on in that state, as a plain function would.
+    """
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, body)
+        self._body, self._signature = body, inspect.signature(body)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        inner = args and isinstance(args[0], ProgramState)
+        return self._body(*args, **kwargs) if inner else self.run(*args, **kwargs)
+
+    def run(self, *args: Any, stream: bool = False, **kwargs: Any) -> ProgramState:
+        """Run the program and return its state, with nothing left running.
+
+        args, kwargs: the function's own. Fields of SamplingParams (or SGLang's names of them) that are no parameters of
+        the function are the defaults of every gen in it; `backend` is another one than the default. stream=True
+        returns at once; read `text_iter`, and the rest waits. Raises what the function, a gen or a branch has raised
+        first; what else was running is aborted then.
+        """
+        names = (SAMPLING_NAMES | {"backend"}) & kwargs.keys() - self._signature.parameters.keys()
+        state, start = self._prepare(args, kwargs, {name: kwargs.pop(name) for name in names})
+        if stream:
+            threading.Thread(target=state._run.execute, args=(start,), name="minispec-function").start()
+        else:
+            state._run.execute(start)
+            state._run.check()
+        return state
+
+    def run_batch(
+        self, batch: Batch, *, num_threads: int | str = "auto", progress_bar: bool = False, **options: Any
+    ) -> list[ProgramState]:
+        """Run the program once for each dictionary of arguments, many at a time; return the states in order.
+
+        options: `backend`, and sampling fields for every gen. All arguments are checked before anything runs. The first error of any item is raised, and ends the others.
+        """
+        if isinstance(batch, Mapping | str) or not all(isinstance(kwargs, Mapping) for kwargs in batch):
+            raise ConfigError(f"run_batch takes a list of dictionaries of arguments, got {batch!r:.80}")
+        threads = MAX_THREADS if num_threads == "auto" else num_threads
+        check_number("num_threads", threads, 1, integer=True)
+        prepared = [self._prepare((), kwargs, options) for kwargs in batch]
+        from tqdm import tqdm
+
+        with ThreadPoolExecutor(min(threads, len(prepared) or 1), "minispec-batch") as pool:
+            try:
+                runs = {pool.submit(state._run.execute, start): state._run for state, start in prepared}
+                for future in tqdm(as_completed(runs), total=len(runs), disable=not progress_bar):
+                    runs[future].check()
+            except BaseException:  # Ctrl-C too
+                for state, _ in prepared:
+                    state.cancel()
+                raise
+        return [state for state, _ in prepared]
+
+    def _prepare(self, args: Any, kwargs: Any, options: Mapping[str, Any]) -> tuple[ProgramState, Callable[[], Any]]:
+        """A state, and what runs the body in it. Raises TypeError for wrong arguments, as a call would."""
+        options = dict(options)
+        backend = options.pop("backend", None) or _default_backend
+        if backend is None:
+            raise ConfigError("no backend: call set_default_backend(Runtime()), or give backend=RuntimeEndpoint(url)")
+        sampling = sampling_fields(options)
+        SamplingParams(**sampling)
+        state = ProgramState(Run(backend, sampling))
+        self._signature.bind(state, *args, **kwargs)
+        return state, functools.partial(self._body, state, *args, **kwargs)
+
+
+function = Function

@@ -1,4 +1,10 @@
-"""Programs run by a server: /generate in SGLang's form, and /apply-template for conversations.
+"""Who runs the model for a program: an `LLM` in this process, or a server.
+
+`Runtime`: an engine belongs to one thread, and every branch of every program calls from another one. So calls are
+queued for that thread, and so is each step: whatever was asked for since the last step shares the next forward.
+
+`RuntimeEndpoint`: one connection per call; closing it tells the server that nobody waits any more. The server has
+/generate in SGLang's form, and /apply-template for conversations.
 
     POST /generate        {"text", "sampling_params", "stream": true} -> events {"text" so far, "meta_info"}
     POST /generate        {"text": [...], "return_logprob", "logprob_start_len": s} -> list; meta_info of each holds
@@ -6,9 +12,7 @@
                           (the first may have null: nothing need stand before it)
     POST /apply-template  {"messages", "add_generation_prompt"} -> {"prompt"}
 
-One connection per call; closing it tells the server that nobody waits any more.
-
-Knows: HTTP, the form of the bodies. Does not know: programs, models. Taught in notebook 13 (everything on).
+Knows: the LLM and its thread, HTTP. Does not know: programs. Taught in notebook 13 (everything on).
 """
 
 from __future__ import annotations
@@ -16,11 +20,13 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import queue
 import socket
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from minispec.config import ConfigError, SamplingParams
@@ -28,10 +34,98 @@ from minispec.lang.choices import start_of_choices
 from minispec.lang.expressions import SGLANG_NAMES
 from minispec.lang.program import Messages, Variable
 
+if TYPE_CHECKING:
+    from minispec.core import Request
+    from minispec.llm import LLM
+
 NAMES = {ours: theirs for theirs, ours in SGLANG_NAMES.items()}
 DEFAULTS = asdict(SamplingParams())
 CONNECT_SECONDS = 10.0
 TAIL = 32  # tokens at a prompt's end, more than a choice behind them can ever change
+
+
+class Runtime:
+    """A backend in this process. Until `shutdown` the LLM is its own.
+
+    model_path: an LLM, or what `LLM` takes as a model, with its options. Raises what `LLM` raises.
+    """
+
+    def __init__(self, model_path: str | LLM = "smollm2-135m", **options: Any) -> None:
+        if isinstance(model_path, str):
+            from minispec.llm import LLM  # torch; programs that ask a server do without
+
+            model_path = LLM(model_path, **options)
+        self.llm = model_path
+        self._thread = ThreadPoolExecutor(1, "minispec-engine")
+        self._stepping = False  # a step is queued
+
+    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+        """See `Backend`. Raises ConfigError when there is no template or it refuses the conversation."""
+        return self.llm.render_chat(messages, add_generation_prompt=add_generation_prompt)
+
+    def generate(self, text: str, params: SamplingParams, job: Variable) -> tuple[str, dict[str, Any]]:
+        """See `Backend`. Raises ConfigError as `LLM.generate` does, RuntimeError when the request fails."""
+        events = queue.SimpleQueue()  # of TokenEvents
+
+        def add() -> Request:
+            [request] = self.llm.engine.add(self.llm.encode(text), params, on_token=events.put)
+            if not self._stepping:
+                self._queue_step()
+            return request
+
+        request = self._thread.submit(add).result()
+        job.on_cancel(lambda: self._thread.submit(self.llm.abort, request.id))
+        while (event := events.get()).finish_reason is None:
+            job.emit(event.text)
+        if request.finish_reason in ("abort", "error"):
+            raise RuntimeError(f"{request.id}: {request.error or 'aborted'}")
+        return request.text.text, _meta_info(request)
+
+    def score(self, text: str, choices: Sequence[str], job: Variable) -> list[list[float]]:
+        """See `Backend`; as many choices as have room share a forward. Raises ConfigError as `LLM.score` does."""
+
+        def score() -> list[list[float]]:
+            prompt, *full = (self.llm.encode(part) for part in (text, *(text + choice for choice in choices)))
+            start = start_of_choices(prompt, full)
+            return self.llm.score(prompt[:start], [ids[start:] for ids in full])
+
+        return self._thread.submit(score).result()
+
+    def shutdown(self) -> None:
+        """Abort what is running and end the thread. Shutting down twice is no error."""
+        self._thread.shutdown(cancel_futures=True)
+        self._abort_all("the Runtime was shut down")
+
+    def _queue_step(self) -> None:
+        self._stepping = self.llm.engine.has_work
+        if self._stepping:
+            self._thread.submit(self._step)
+
+    def _step(self) -> None:
+        """One step, behind which stands the next one. An exception of the model ends the requests that it had."""
+        try:
+            self.llm.engine.step()
+            self._queue_step()
+        except Exception as error:  # the thread may also take no further step, at the end of the process
+            self._abort_all(f"{type(error).__name__}: {error}")
+            self._stepping = False
+
+    def _abort_all(self, why: str) -> None:
+        for request in [*self.llm.engine.requests.values()]:
+            request.error = why
+            self.llm.abort(request.id)
+
+
+def _meta_info(request: Request) -> dict[str, Any]:
+    """Counts of a finished request under SGLang's names."""
+    reason = request.finish_reason
+    end = {"type": reason} | ({"length": request.num_output} if reason == "length" else {})
+    meta = {"id": request.id, "prompt_tokens": len(request.prompt), "completion_tokens": request.num_output}
+    meta |= {"cached_tokens": request.metrics.cached_tokens, "finish_reason": end}
+    if request.params.logprobs is not None:
+        pairs = zip(request.output, request.logprobs, strict=True)
+        meta["output_token_logprobs"] = [[entry.logprob, token, None] for token, entry in pairs]
+    return meta
 
 
 class BackendError(RuntimeError):
@@ -58,8 +152,7 @@ class RuntimeEndpoint:
     def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
         """See `Backend`. Raises ConfigError when the template refuses the conversation, or BackendError."""
         body = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        [answer] = self._post("/apply-template", body)
-        return answer["prompt"]
+        return next(self._post("/apply-template", body))["prompt"]
 
     def generate(self, text: str, params: SamplingParams, job: Variable) -> tuple[str, dict[str, Any]]:
         """See `Backend`. Raises ConfigError for what the server refuses, or BackendError."""
@@ -75,7 +168,7 @@ class RuntimeEndpoint:
     def score(self, text: str, choices: Sequence[str], job: Variable) -> list[list[float]]:
         """See `Backend`. Raises ConfigError for what the server refuses, or BackendError."""
         body = {"text": text, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-        [first] = self._post("/generate", body, job)  # says how long the prompt is, and leaves it in the cache
+        first = next(self._post("/generate", body, job))  # says how long the prompt is, and leaves it in the cache
         tail = max(0, first["meta_info"]["prompt_tokens"] - TAIL)
         texts = [text, *(text + choice for choice in choices)]
         body |= {"text": texts, "return_logprob": True, "logprob_start_len": tail}
