@@ -26,31 +26,27 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from minispec.config import ConfigError, SamplingParams
+from minispec.core import Request
 from minispec.lang.choices import start_of_choices
 from minispec.lang.expressions import SGLANG_NAMES
-from minispec.lang.program import Messages, Variable
-
-if TYPE_CHECKING:
-    from minispec.core import Request
-    from minispec.llm import LLM
+from minispec.lang.program import Dicts, Variable
 
 NAMES = {ours: theirs for theirs, ours in SGLANG_NAMES.items()}
 DEFAULTS = asdict(SamplingParams())
-CONNECT_SECONDS = 10.0
 TAIL = 32  # tokens at a prompt's end, more than a choice behind them can ever change
 
 
 class Runtime:
-    """A backend in this process. Until `shutdown` the LLM is its own.
+    """A backend in this process. Until `shutdown` the LLM belongs to its thread.
 
     model_path: an LLM, or what `LLM` takes as a model, with its options. Raises what `LLM` raises.
     """
 
-    def __init__(self, model_path: str | LLM = "smollm2-135m", **options: Any) -> None:
+    def __init__(self, model_path: Any = "smollm2-135m", **options: Any) -> None:
         if isinstance(model_path, str):
             from minispec.llm import LLM  # torch; programs that ask a server do without
 
@@ -58,10 +54,7 @@ class Runtime:
         self.llm = model_path
         self._thread = ThreadPoolExecutor(1, "minispec-engine")
         self._stepping = False  # a step is queued
-
-    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        """See `Backend`. Raises ConfigError when there is no template or it refuses the conversation."""
-        return self.llm.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        self.render = self.llm.render_chat  # reads the tokenizer and nothing else, so any thread may
 
     def generate(self, text: str, params: SamplingParams, job: Variable) -> tuple[str, dict[str, Any]]:
         """See `Backend`. Raises ConfigError as `LLM.generate` does, RuntimeError when the request fails."""
@@ -69,8 +62,7 @@ class Runtime:
 
         def add() -> Request:
             [request] = self.llm.engine.add(self.llm.encode(text), params, on_token=events.put)
-            if not self._stepping:
-                self._queue_step()
+            self._queue_step()
             return request
 
         request = self._thread.submit(add).result()
@@ -97,18 +89,18 @@ class Runtime:
         self._abort_all("the Runtime was shut down")
 
     def _queue_step(self) -> None:
-        self._stepping = self.llm.engine.has_work
-        if self._stepping:
+        if self.llm.engine.has_work and not self._stepping:
+            self._stepping = True
             self._thread.submit(self._step)
 
     def _step(self) -> None:
         """One step, behind which stands the next one. An exception of the model ends the requests that it had."""
+        self._stepping = False
         try:
             self.llm.engine.step()
             self._queue_step()
         except Exception as error:  # the thread may also take no further step, at the end of the process
             self._abort_all(f"{type(error).__name__}: {error}")
-            self._stepping = False
 
     def _abort_all(self, why: str) -> None:
         for request in [*self.llm.engine.requests.values()]:
@@ -118,8 +110,8 @@ class Runtime:
 
 def _meta_info(request: Request) -> dict[str, Any]:
     """Counts of a finished request under SGLang's names."""
-    reason = request.finish_reason
-    end = {"type": reason} | ({"length": request.num_output} if reason == "length" else {})
+    end = {"type": request.finish_reason}
+    end |= {"length": request.num_output} if request.finish_reason == "length" else {}
     meta = {"id": request.id, "prompt_tokens": len(request.prompt), "completion_tokens": request.num_output}
     meta |= {"cached_tokens": request.metrics.cached_tokens, "finish_reason": end}
     if request.params.logprobs is not None:
@@ -143,22 +135,23 @@ class RuntimeEndpoint:
         kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
         if url.scheme not in kinds or not url.hostname:
             raise ConfigError(f"base_url must be like http://localhost:30000, got {base_url!r:.80}")
-        self._connection = partial(kinds[url.scheme], url.netloc, timeout=CONNECT_SECONDS)
-        self.base_url, self._path, self._timeout = base_url.rstrip("/"), url.path.rstrip("/"), timeout
+        self._connection = partial(kinds[url.scheme], url.netloc, timeout=timeout)
+        self.base_url, self._path = base_url.rstrip("/"), url.path.rstrip("/")
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._headers |= {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+    def render(self, messages: Dicts, *, add_generation_prompt: bool) -> str:
         """See `Backend`. Raises ConfigError when the template refuses the conversation, or BackendError."""
         body = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         return next(self._post("/apply-template", body))["prompt"]
 
     def generate(self, text: str, params: SamplingParams, job: Variable) -> tuple[str, dict[str, Any]]:
         """See `Backend`. Raises ConfigError for what the server refuses, or BackendError."""
-        body = {"text": text, "sampling_params": _sampling(params), "stream": True}
-        if params.logprobs is not None:
-            body |= {"return_logprob": True, "top_logprobs_num": params.logprobs}
+        given = {name: value for name, value in asdict(params).items() if value != DEFAULTS[name]}
+        top = given.pop("logprobs", None)
+        sampling = {NAMES.get(name, name): value for name, value in ({"max_tokens": params.max_tokens} | given).items()}
+        body = {"text": text, "sampling_params": sampling, "stream": True}
+        body |= {} if top is None else {"return_logprob": True, "top_logprobs_num": top}
         shown, answer = 0, {"text": "", "meta_info": {}}
         for answer in self._post("/generate", body, job):
             job.emit(answer["text"][shown:])
@@ -170,8 +163,8 @@ class RuntimeEndpoint:
         body = {"text": text, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         first = next(self._post("/generate", body, job))  # says how long the prompt is, and leaves it in the cache
         tail = max(0, first["meta_info"]["prompt_tokens"] - TAIL)
-        texts = [text, *(text + choice for choice in choices)]
-        body |= {"text": texts, "return_logprob": True, "logprob_start_len": tail}
+        body |= {"text": [text, *(text + choice for choice in choices)]}
+        body |= {"return_logprob": True, "logprob_start_len": tail}
         [answers] = self._post("/generate", body, job)
         entries = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
         prompt, *full = ([entry[1] for entry in its] for its in entries)
@@ -183,7 +176,6 @@ class RuntimeEndpoint:
         connection = self._connection()
         try:
             connection.connect()
-            connection.sock.settimeout(self._timeout)
             if job is not None:
                 job.on_cancel(partial(connection.sock.shutdown, socket.SHUT_RDWR))  # who reads it gets an error
             connection.request("POST", self._path + path, json.dumps(body), self._headers)
@@ -215,9 +207,3 @@ class RuntimeEndpoint:
         if status == 400:
             raise ConfigError(message)
         raise BackendError(f"{self.base_url}{path}: status {status}: {message:.500}")
-
-
-def _sampling(params: SamplingParams) -> dict[str, Any]:
-    """max_tokens and the fields that are not as they are by default, under the server's names."""
-    values = {name: value for name, value in asdict(params).items() if value != DEFAULTS[name] and name != "logprobs"}
-    return {NAMES.get(name, name): value for name, value in ({"max_tokens": params.max_tokens} | values).items()}

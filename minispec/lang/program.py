@@ -30,13 +30,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from statistics import fmean
 from typing import Any, Protocol
 
+from tqdm import tqdm
+
 from minispec.config import ConfigError, SamplingParams, check_number
 from minispec.lang.expressions import SAMPLING_NAMES, Expression, Gen, Part, Turn, parts_of, sampling_fields
 
-Messages = Sequence[Mapping[str, str]]
-Batch = Sequence[Mapping[str, Any]]
+Dicts = Sequence[Mapping[str, Any]]  # messages of a conversation, or the arguments of a batch
 MAX_THREADS = 64  # of a batch: programs at once, each with a thread that mostly waits
-_default_backend: Backend | None = None
 START, BETWEEN, NO_TURNS = "", "between turns", "text without turns"  # where a program is outside of a turn
 END = "\ue000"  # a private character: where an unfinished turn is cut off again
 
@@ -51,7 +51,7 @@ class Backend(Protocol):
     `job.emit(piece)` shows what is written; `job.on_cancel(callback)` says how the call is ended early.
     """
 
-    def render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+    def render(self, messages: Dicts, *, add_generation_prompt: bool) -> str:
         """The conversation in the form of the model's chat template."""
 
     def generate(self, text: str, params: SamplingParams, job: Variable) -> tuple[str, dict[str, Any]]:
@@ -108,7 +108,7 @@ class Run:
                 return
             self.error = error
             self.changed.notify_all()
-        for callback in self._callbacks:
+        for callback in [*self._callbacks]:
             with contextlib.suppress(Exception):  # there may be nothing left to end
                 callback()
 
@@ -124,12 +124,11 @@ class Variable:
     """What one gen or select becomes: `value`, and `meta`, what the backend says of it."""
 
     def __init__(self, run: Run, asked: Gen) -> None:
-        self._run, self._asked = run, asked
+        self._run, self._asked, self.on_cancel = run, asked, run.on_fail
         self._params = SamplingParams(**{**run.sampling, **asked.sampling})
         self._pieces: list[str] = []
         self.value: str | None = None
         self.meta: dict[str, Any] = {}
-        self.on_cancel = run.on_fail
 
     def result(self) -> str:
         """Wait for the text. Raises the error of the run."""
@@ -204,11 +203,12 @@ class ProgramState:
     s += text, gen(...), select(...), user(...), ...     s["name"] and s.get_meta_info("name") wait for the variable
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, parent: ProgramState | None = None) -> None:
         self._run = run
-        self._parts: list[str | Turn | Variable] = []
-        self._variables: dict[str, Any] = {}  # a Variable, or a list of what the branches had
-        self._role = START  # whose turn is open, or another of these
+        self._parts: list[str | Turn | Variable] = [*parent._parts] if parent else []
+        # A Variable, or a list of what the branches had.
+        self._variables: dict[str, Any] = {**parent._variables} if parent else {}
+        self._role = parent._role if parent else START  # whose turn is open, or where else this is
         self._thread = ThreadPoolExecutor(1, "minispec-program")  # starts with the first variable
         run.threads.append(self._thread)
 
@@ -255,10 +255,7 @@ class ProgramState:
     def fork(self, size: int = 1) -> Forks:
         """`size` branches that begin with this text and these variables. Waits for nothing."""
         check_number("the size of a fork", size, 1, integer=True)
-        branches = [ProgramState(self._run) for _ in range(size)]
-        for branch in branches:
-            branch._parts, branch._variables, branch._role = [*self._parts], {**self._variables}, self._role
-        return Forks(self, branches)
+        return Forks(self, [ProgramState(self._run, self) for _ in range(size)])
 
     def cancel(self) -> None:
         """End the run: what is running is aborted, and whoever waits gets Cancelled. Nothing happens after its end."""
@@ -268,7 +265,7 @@ class ProgramState:
 
     def __getitem__(self, name: str) -> Any:
         """The text of a variable, or after `join` the list of the branches' texts. Waits. Raises KeyError."""
-        return _read(self._find(name), "value")
+        return _read(self._variables[name], "value")
 
     def __contains__(self, name: str) -> bool:
         return name in self._variables
@@ -279,12 +276,7 @@ class ProgramState:
         Of a gen: counts (prompt_tokens, completion_tokens, cached_tokens, finish_reason, ...). Of a select: choices,
         log-probabilities of their tokens (input_token_logprobs) and the means of these (normalized_prompt_logprobs).
         """
-        return _read(self._find(name), "meta")
-
-    def _find(self, name: str) -> Any:
-        if name not in self._variables:
-            raise KeyError(f"no variable {name!r}; there are {', '.join(self._variables) or 'none'}")
-        return self._variables[name]
+        return _read(self._variables[name], "meta")
 
     def text(self) -> str:
         """All of it, as the model reads it: with the marks of the chat template if it is a conversation. Waits."""
@@ -300,18 +292,17 @@ class ProgramState:
         Pieces of all text add up to `text()`, unless the chat template writes a finished turn another way than it
         was generated. Raises the error of the run where it happened.
         """
-        run = self._run
         if name is not None:
-            run.wait(lambda: name in self._variables or run.ended)
-            yield from self._find(name).stream()
+            self._run.wait(lambda: name in self._variables or self._run.ended)
+            yield from self._variables[name].stream()
             return
         shown = ""
         for place in itertools.count():
-            run.wait(lambda n=place: n < len(self._parts) or run.ended)
+            self._run.wait(lambda n=place: n < len(self._parts) or self._run.ended)
             if place == len(self._parts):
                 break
             if isinstance(part := self._parts[place], Variable):
-                text = text_of(self._parts[:place], run.backend)
+                text = text_of(self._parts[:place], self._run.backend)
                 yield text[len(shown) :]
                 yield from part.stream()
                 shown = text + part.result()
@@ -335,7 +326,7 @@ class Forks(list[ProgramState]):
         return self
 
     def join(self) -> None:
-        """Wait for the branches; what they have called `name` is then the list parent[name], in their order."""
+        """Wait for what the branches have named; parent[name] is then the list of it, in their order."""
         gathered: dict[str, list[Any]] = {}
         for branch in self:
             for name, variable in branch._variables.items():
@@ -346,19 +337,16 @@ class Forks(list[ProgramState]):
 
 
 def _read(value: Any, attribute: str) -> Any:
-    """`value` with each Variable in it, once it is computed, replaced by an attribute of it."""
+    """An attribute of a Variable once it is computed, or a list of them for a list."""
     if isinstance(value, list):
         return [_read(item, attribute) for item in value]
-    if not isinstance(value, Variable):
-        return value
     value.result()
     return getattr(value, attribute)
 
 
 def set_default_backend(backend: Backend | None) -> None:
     """Who runs programs that name no backend."""
-    global _default_backend
-    _default_backend = backend
+    Function.default_backend = backend
 
 
 class Function:
@@ -366,6 +354,8 @@ class Function:
 
     Calling it runs it; called with a state it goes on in that state, as a plain function would.
     """
+
+    default_backend: Backend | None = None
 
     def __init__(self, body: Callable[..., Any]) -> None:
         functools.update_wrapper(self, body)
@@ -384,7 +374,7 @@ class Function:
         first; what else was running is aborted then.
         """
         names = (SAMPLING_NAMES | {"backend"}) & kwargs.keys() - self._signature.parameters.keys()
-        state, start = self._prepare(args, kwargs, {name: kwargs.pop(name) for name in names})
+        state, start = self._prepare(args, kwargs, **{name: kwargs.pop(name) for name in names})
         if stream:
             threading.Thread(target=state._run.execute, args=(start,), name="minispec-function").start()
         else:
@@ -393,19 +383,16 @@ class Function:
         return state
 
     def run_batch(
-        self, batch: Batch, *, num_threads: int | str = "auto", progress_bar: bool = False, **options: Any
+        self, batch: Dicts, *, num_threads: int | str = "auto", progress_bar: bool = False, **options: Any
     ) -> list[ProgramState]:
         """Run the program once for each dictionary of arguments, many at a time; return the states in order.
 
-        options: `backend`, and sampling fields for every gen. All arguments are checked before anything runs. The first error of any item is raised, and ends the others.
+        options: `backend`, and sampling fields for every gen. All arguments are checked before anything runs. The first
+        error of any item is raised, and ends the others.
         """
-        if isinstance(batch, Mapping | str) or not all(isinstance(kwargs, Mapping) for kwargs in batch):
-            raise ConfigError(f"run_batch takes a list of dictionaries of arguments, got {batch!r:.80}")
         threads = MAX_THREADS if num_threads == "auto" else num_threads
         check_number("num_threads", threads, 1, integer=True)
-        prepared = [self._prepare((), kwargs, options) for kwargs in batch]
-        from tqdm import tqdm
-
+        prepared = [self._prepare((), kwargs, **options) for kwargs in batch]
         with ThreadPoolExecutor(min(threads, len(prepared) or 1), "minispec-batch") as pool:
             try:
                 runs = {pool.submit(state._run.execute, start): state._run for state, start in prepared}
@@ -417,15 +404,12 @@ class Function:
                 raise
         return [state for state, _ in prepared]
 
-    def _prepare(self, args: Any, kwargs: Any, options: Mapping[str, Any]) -> tuple[ProgramState, Callable[[], Any]]:
+    def _prepare(self, args: Any, kwargs: Any, backend: Backend | None = None, **sampling: Any) -> tuple[Any, Any]:
         """A state, and what runs the body in it. Raises TypeError for wrong arguments, as a call would."""
-        options = dict(options)
-        backend = options.pop("backend", None) or _default_backend
+        backend = backend or self.default_backend
         if backend is None:
             raise ConfigError("no backend: call set_default_backend(Runtime()), or give backend=RuntimeEndpoint(url)")
-        sampling = sampling_fields(options)
-        SamplingParams(**sampling)
-        state = ProgramState(Run(backend, sampling))
+        state = ProgramState(Run(backend, sampling_fields(sampling)))
         self._signature.bind(state, *args, **kwargs)
         return state, functools.partial(self._body, state, *args, **kwargs)
 
