@@ -544,7 +544,7 @@ def test_what_cannot_be_carried_out_is_refused_in_one_sentence():
         (lambda: sgl.gen("a") + 3, "cannot take 3"),
         (lambda: 3 + sgl.user("a"), "cannot take 3"),
         (lambda: complete.run(start="x"), "no backend"),
-        (lambda: complete.run(start="x", temperature=-1, backend=Scripted()), "temperature"),
+        (lambda: complete.run(start="x", top_p=7, backend=Scripted()), "top_p must be a number from 0 to 1"),
         (lambda: complete.run_batch([{"start": "x"}], num_threads=0, backend=Scripted()), "num_threads"),
         (lambda: sgl.RuntimeEndpoint("localhost:30000"), "base_url must be like http"),
     ):

@@ -47,11 +47,9 @@ class Runtime:
     """
 
     def __init__(self, model_path: Any = "smollm2-135m", **options: Any) -> None:
-        if isinstance(model_path, str):
-            from minispec.llm import LLM  # torch; programs that ask a server do without
+        from minispec.llm import LLM  # torch; programs that ask a server do without
 
-            model_path = LLM(model_path, **options)
-        self.llm = model_path
+        self.llm = LLM(model_path, **options) if isinstance(model_path, str) else model_path
         self._thread = ThreadPoolExecutor(1, "minispec-engine")
         self._stepping = False  # a step is queued
         self.render = self.llm.render_chat  # reads the tokenizer and nothing else, so any thread may
