@@ -819,3 +819,21 @@ def test_a_server_that_fails_says_so(answer, error, message):
 def test_no_server_at_all():
     with pytest.raises(sgl.BackendError, match="http://127.0.0.1:9/generate: ConnectionRefusedError"):
         complete.run(start="x", backend=sgl.RuntimeEndpoint("http://127.0.0.1:9"))
+
+
+def test_a_runtime_that_is_dropped_ends_its_thread(runtime):
+    own = sgl.Runtime(runtime.llm)
+    thread = own._thread.submit(threading.current_thread).result()
+    assert own.llm is runtime.llm and thread.is_alive()
+    del own
+    assert_ends(lambda: not thread.is_alive(), "the engine's thread")
+
+
+def test_a_process_may_end_while_a_program_runs(folder):
+    code = (
+        "import sys, minispec.lang as sgl; runtime = sgl.Runtime(sys.argv[1], dtype='float32');"
+        "f = sgl.function(lambda s: s.__iadd__('x' + sgl.gen('a', max_tokens=480, ignore_eos=True)));"
+        "state = f.run(stream=True, backend=runtime); next(state.text_iter('a')); print('leaving')"
+    )
+    result = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and result.stdout == "leaving\n" and "Traceback" not in result.stderr
