@@ -693,41 +693,74 @@ def test_choices_need_something_before_them(backend):
         ask.run()
 
 
-def test_scores_come_from_the_right_slots_and_leave_nothing(folder):
-    llm = LLM(folder, dtype="float32", kv_cache_tokens=96, page_size=PAGE, max_num_seqs=4, check_every_step=True,
-              max_num_batched_tokens=32)  # fmt: skip
-    logits_of = markov(12)
-    runner = llm.engine.runner = TagRunner(llm.engine.pool.num_slots, 12, logits_of)
-    prompt, continuations = [1, 2, 3, 4, 5, 6, 7, 8, 9], [[i % 12, 3, i % 5] for i in range(10)]
+@pytest.fixture
+def tagged(folder):
+    """An LLM of 24 pages over the tag model, which fails at once on a wrong or stale slot."""
 
-    def expected(ids: list[int]) -> list[float]:
-        tables = [torch.tensor(logits_of(prompt + ids[:i])).log_softmax(-1) for i in range(len(ids))]
+    def make(**options) -> LLM:
+        llm = LLM(folder, dtype="float32", kv_cache_tokens=96, page_size=PAGE, max_num_seqs=4, check_every_step=True,
+                  **options)  # fmt: skip
+        llm.engine.runner = TagRunner(llm.engine.pool.num_slots, 12, markov(12))
+        return llm
+
+    return make
+
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]  # two pages and a token
+
+
+def tagged_scores(continuations: list[list[int]]) -> list:
+    """What `LLM.score` must say of continuations of PROMPT."""
+    logits_of = markov(12)
+
+    def score(ids: list[int]) -> list[float]:
+        tables = [torch.tensor(logits_of(PROMPT + ids[:i])).log_softmax(-1) for i in range(len(ids))]
         return [table[token].item() for table, token in zip(tables, ids, strict=True)]
 
-    want = [pytest.approx(expected(ids), abs=1e-5) for ids in continuations]
-    assert llm.score(prompt, continuations) == want
+    return [pytest.approx(score(ids), abs=1e-5) for ids in continuations]
+
+
+def test_scores_come_from_the_right_slots_and_leave_nothing(tagged):
+    llm = tagged(max_num_batched_tokens=32)
+    short, long = [[i % 12, 3, i % 5] for i in range(10)], [[i % 12, *range(11)] for i in range(3)]
+    assert llm.score(PROMPT, short) == tagged_scores(short)
     assert_idle(llm.engine)
-    # 3 rows of 1 prompt token behind 8 cached ones and 3 of the continuation: as many as there are table rows
-    assert [len(rows) for rows in runner.steps] == [1, 4, 4, 2]
-    assert {row[1:] for rows in runner.steps[1:] for row in rows} == {(8, 1, 3)}  # start, committed, drafts
+    # 4 table rows; each brings the token behind the 8 cached ones, and 3 of the continuation
+    steps = llm.engine.runner.steps
+    assert [len(rows) for rows in steps] == [1, 4, 4, 2]
+    assert {row[1:] for rows in steps[1:] for row in rows} == {(8, 1, 3)}  # start, committed, drafts
     assert llm.engine.metrics.steps == 4 and llm.engine.metrics.computed_tokens == 9 + 10 * 4
-    # beside requests that hold the table's rows or the memory
-    others = [llm.engine.add([i] * 12, SamplingParams(max_tokens=12 + i, **EXACT))[0] for i in range(4)]
+    assert llm.score(PROMPT, long) == tagged_scores(long)
+    assert_idle(llm.engine)
+    assert [len(rows) for rows in steps[4:]] == [1, 2, 1]  # 32 tokens in a forward
+
+
+def test_scores_wait_for_memory_and_rows(tagged):
+    llm = tagged()
+    huge = [[i, *range(12)] * 4 for i in range(3)]  # two of these and PROMPT are more than 24 pages
+    assert llm.score(PROMPT, huge) == tagged_scores(huge)
+    assert [len(rows) for rows in llm.engine.runner.steps] == [1, 1, 1, 1]
+    assert_idle(llm.engine)
+    others = [llm.engine.add([i] * 8, SamplingParams(max_tokens=8 + i, **EXACT))[0] for i in range(4)]
     llm.engine.step()
-    assert llm.score(prompt, continuations) == want
+    assert llm.score(PROMPT, huge) == tagged_scores(huge)
     while llm.engine.has_work:
         llm.engine.step()
     assert all(request.finish_reason == "length" for request in others)
     assert_idle(llm.engine)
+
+
+def test_bad_continuations_are_refused_and_a_fault_leaves_nothing(tagged):
+    llm = tagged()
     for bad in ([[]], [[99]], [[1] * 500]):
         with pytest.raises(ConfigError):
-            llm.score(prompt, bad)
+            llm.score(PROMPT, bad)
     with pytest.raises(ConfigError, match="empty"):
         llm.score([], [[1]])
-    assert llm.score(prompt, []) == []
-    runner.forward = lambda step, table: 1 / 0
+    assert llm.score(PROMPT, []) == []
+    llm.engine.runner.forward = lambda step, table: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        llm._score_some(prompt, [[1]])
+        llm._score_some(PROMPT, [[1]])
     assert_idle(llm.engine)
 
 
