@@ -23,6 +23,8 @@ from tools import TagRunner, assert_idle, markov, reference_logits
 import minispec.lang as sgl
 from minispec import LLM, SamplingParams
 from minispec.config import ConfigError
+from minispec.lang.choices import start_of_choices
+from minispec.lang.program import Run
 
 EXACT = {"temperature": 0, "ignore_eos": True}
 PAGE = 4
@@ -379,6 +381,16 @@ def test_a_run_can_be_cancelled():
     assert done["rest"] == "[7]"
 
 
+def test_who_comes_after_the_failure_is_told_at_once():
+    run, called = Run(Scripted(), {}), []
+    run.fail(ValueError("first"))
+    run.fail(ValueError("second"))
+    run.on_fail(lambda: called.append(1))
+    assert called == [1]
+    with pytest.raises(ValueError, match="first"):
+        run.check()
+
+
 def test_an_ended_run_takes_no_more_text():
     s = complete.run(start="x", backend=Scripted())
     with pytest.raises(ConfigError, match="this run has ended"):
@@ -660,9 +672,15 @@ def expected_logprobs(llm: LLM, prompt: str, choices: list[str]) -> list[list[fl
     return scores
 
 
-@pytest.mark.parametrize("prompt", ["Does a small model read?", "A small model reads a ", "A small model reads"])
-def test_choices_are_scored_as_a_full_recompute_scores_them(backend, runtime, prompt):
-    choices = [" yes", "token", " no, it looks at each token", "token"]
+@pytest.mark.parametrize(
+    ("prompt", "choices"),
+    [
+        ("Does a small model read?", [" yes", "token", " no, it looks at each token", "token"]),
+        ("A small model reads a ", ["token", "prompt", "token after", "token"]),  # " token" crosses the border
+        ("A small model reads", [" a token", " a prompt", " a small model"]),  # they begin alike
+    ],
+)
+def test_choices_are_scored_as_a_full_recompute_scores_them(backend, runtime, prompt, choices):
 
     @sgl.function
     def ask(s):
@@ -682,6 +700,14 @@ def test_a_token_across_the_border_brings_the_end_of_the_prompt_along(runtime):
     prompt, whole = runtime.llm.encode("A small model reads a "), runtime.llm.encode("A small model reads a token")
     assert whole[: len(prompt)] != prompt  # the space before the choice becomes part of another token
     assert len(crossing[0]) == len(whole) - len(prompt) + 1
+
+
+def test_choices_without_a_token_of_their_own_or_before_them_are_refused():
+    with pytest.raises(ConfigError, match="no token that they share stands before them"):
+        start_of_choices([5], [[5, 6], [7]])
+    with pytest.raises(ConfigError, match="adds no token"):
+        start_of_choices([5, 6], [[5, 6, 7], [5, 6]])
+    assert start_of_choices([5, 6], [[5, 6, 7, 8], [5, 6, 7, 9]]) == 2
 
 
 def test_choices_need_something_before_them(backend):
@@ -741,9 +767,10 @@ def test_scores_wait_for_memory_and_rows(tagged):
     assert llm.score(PROMPT, huge) == tagged_scores(huge)
     assert [len(rows) for rows in llm.engine.runner.steps] == [1, 1, 1, 1]
     assert_idle(llm.engine)
-    others = [llm.engine.add([i] * 8, SamplingParams(max_tokens=8 + i, **EXACT))[0] for i in range(4)]
+    others = [llm.engine.add([i] * 8, SamplingParams(max_tokens=8 + 4 * i, **EXACT))[0] for i in range(4)]
     llm.engine.step()
     assert llm.score(PROMPT, huge) == tagged_scores(huge)
+    assert [request.finished for request in others] == [True, True, True, False]  # when there was room at last
     while llm.engine.has_work:
         llm.engine.step()
     assert all(request.finish_reason == "length" for request in others)

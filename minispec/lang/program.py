@@ -369,9 +369,11 @@ class Function:
         """Run the program and return its state, with nothing left running.
 
         args, kwargs: the function's own. Fields of SamplingParams (or SGLang's names of them) that are no parameters of
-        the function are the defaults of every gen in it; `backend` is another one than the default. stream=True
-        returns at once; read `text_iter`, and the rest waits. Raises what the function, a gen or a branch has raised
-        first; what else was running is aborted then.
+        the function are the defaults of every gen in it; `backend` is another one than the default. Raises what the
+        function, a gen or a branch has raised first; what else was running is aborted then.
+
+        stream=True returns at once and raises nothing: `text_iter` does. s[name] is there when the function has come to
+        that gen, which the first piece of `text_iter(name)` shows.
         """
         names = (SAMPLING_NAMES | {"backend"}) & kwargs.keys() - self._signature.parameters.keys()
         state, start = self._prepare(args, kwargs, **{name: kwargs.pop(name) for name in names})
