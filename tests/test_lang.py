@@ -436,8 +436,9 @@ def test_a_fork_does_not_wait_and_bad_forks_are_refused():
         forks = s.fork(2)  # while `common` still runs
         forks += sgl.gen("own")
         assert not scripted.gate.is_set()
-        scripted.gate.set()
+        threading.Timer(0.05, scripted.gate.set).start()
         forks.join()
+        assert scripted.gate.is_set()  # join does wait
 
     assert ask.run(backend=scripted)["own"] == ["[7]", "[7]"]
     for action in (
@@ -617,7 +618,7 @@ def test_an_error_in_a_batch_reaches_the_caller_and_ends_the_others():
         complete.run_batch(items, num_threads=3, backend=scripted)
     assert scripted.cancelled == 2
     with pytest.raises(TypeError, match="start"):  # checked before anything runs
-        complete.run_batch([{"start": "wait"}, {}], backend=(untouched := Scripted()))
+        complete.run_batch([{"start": "x"}, {}], num_threads=1, backend=(untouched := Scripted()))
     assert untouched.texts == []
 
 
