@@ -83,8 +83,8 @@ class Runtime:
 
     def shutdown(self) -> None:
         """Abort what is running and end the thread. Shutting down twice is no error."""
-        self._thread.shutdown(cancel_futures=True)
-        self._abort_all("the Runtime was shut down")
+        self._thread.shutdown()  # the step that runs cannot queue another one, and so aborts what there is
+        self._abort_all("the Runtime was shut down")  # what was added behind it
 
     def _queue_step(self) -> None:
         if self.llm.engine.has_work and not self._stepping:
