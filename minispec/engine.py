@@ -121,8 +121,7 @@ class Engine:
             self._abort_later.update(request.id for request in found)
         elif found:
             if any(request.in_flight for request in found):
-                with self._exclusive():
-                    self._land_all()
+                self.land()
             for request in found:
                 if not request.finished:
                     self._finish(request, "abort")
@@ -235,14 +234,15 @@ class Engine:
             launched, self._unsettled = self._unsettled, None
             self._settle(launched)
 
-    def _land_all(self) -> None:
-        """Nothing is in flight afterwards."""
-        if self._launched is not None:
-            launched, self._launched = self._launched, None
+    def land(self) -> None:
+        """Wait for the step in flight, if there is one, and settle it."""
+        with self._exclusive():
+            if self._launched is not None:
+                launched, self._launched = self._launched, None
+                self._settle_rest()
+                self._advance(launched)
+                self._unsettled = launched
             self._settle_rest()
-            self._advance(launched)
-            self._unsettled = launched
-        self._settle_rest()
 
     # The parts of a step ---------------------------------------------------------------------------------------
 

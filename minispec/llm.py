@@ -19,13 +19,14 @@ from typing import Any
 import torch
 
 from minispec.config import ConfigError, EngineConfig, SamplingParams
-from minispec.core import Request, TokenEvent, TokenKind, TokenLogprob
+from minispec.core import Request, Row, Step, TokenEvent, TokenKind, TokenLogprob
 from minispec.device import choose_device, choose_dtype
 from minispec.engine import Engine
 from minispec.kv.pool import KVPool
 from minispec.metrics import EngineMetrics, MetricsRow, RequestMetrics
 from minispec.models.loading import load_model
 from minispec.runner import ModelRunner
+from minispec.sampling.distribution import token_logprobs
 from minispec.speculative.build import build_drafters, needs_hidden
 from minispec.speculative.drafter import Drafter
 from minispec.trace import Trace
@@ -279,10 +280,62 @@ class LLM:
                     self.engine.abort(request.id)
         return [_output(group, text) for group, text in zip(groups, texts, strict=True)]
 
+    def score(self, prompt: Sequence[int], continuations: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The natural log-probability of each token of each continuation, from the raw logits.
+
+        A continuation is a draft that nobody samples against: one row of a forward brings it, behind what the radix
+        cache lacks of the prompt, and gets the logits of all its positions. Before that the prompt is read like any
+        other, in chunks and beside running requests. Of the continuations nothing is kept.
+        Raises ConfigError for ids that cannot be run, an empty prompt or an empty continuation.
+        """
+        self._check_open()
+        prompt, waiting = self.engine.intake.check_prompt(prompt), [list(ids) for ids in continuations]
+        for ids in waiting:
+            if not ids:
+                raise ConfigError("a continuation is empty: it has no token to score")
+            self.engine.intake.check_prompt(prompt + ids)
+        self._run([prompt], [None], SamplingParams(max_tokens=1, speculative=False))
+        scores: list[list[float]] = []
+        while waiting:
+            scored = self._score_some(prompt, waiting)
+            if not scored:  # running requests hold all the memory; some will end
+                self.engine.step()
+            scores, waiting = scores + scored, waiting[len(scored) :]
+        return scores
+
+    def _score_some(self, prompt: list[int], continuations: list[list[int]]) -> list[list[float]]:
+        """One forward over as many of the continuations, from the first on, as there is room for."""
+        engine, pool = self.engine, self.engine.pool
+        engine.land()  # a step in flight would run beside this forward
+        rows: list[Row] = []
+        budget = self.config.max_num_batched_tokens
+        try:
+            for ids in continuations[: pool.table.num_free_rows]:
+                request = Request("score", prompt, SamplingParams(), seed=0, max_len=len(prompt) + len(ids))
+                start = pool.admit(request)
+                row = Row(request, start, len(prompt) - start, drafts=ids)
+                budget -= row.q_len
+                rows.append(row)
+                if (budget < 0 and len(rows) > 1) or not pool.reserve(request, row.kv_len):
+                    pool.release(rows.pop().request, keep=False)
+                    break
+            if not rows:
+                return []
+            step = Step(rows)
+            logits = engine.runner.forward(step, pool.table.slots)  # [R, V]: of each row 1 + len(drafts)
+        finally:
+            for row in rows:
+                pool.release(row.request, keep=False)
+        engine.metrics.steps += 1
+        engine.metrics.computed_tokens += step.num_tokens
+        ids = torch.tensor([token for row in rows for token in (*row.drafts, 0)], device=logits.device)
+        values = iter(token_logprobs(logits, ids, top=0)[0].tolist())
+        return [[next(values) for _ in range(row.num_logits)][:-1] for row in rows]  # what comes after is not asked
+
     # Text ------------------------------------------------------------------------------------------------------
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as the model's own template writes it, ending where the answer begins.
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as the model's own template writes it, ending where the answer begins if so asked.
 
         The text holds the model's start token if the template writes one, so encode it without adding another.
         """
@@ -296,13 +349,16 @@ class LLM:
             ):
                 raise ConfigError(f"a message must have a role and a content, both text; got {message!r}")
         try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         except Exception as error:  # a template may raise what it likes, such as "roles must alternate"
             raise ConfigError(f"the model's chat template refuses this conversation: {error}") from error
 
     def encode(self, prompt: Prompt | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a prompt or of a conversation, framed for an answer. Reads the tokenizer and nothing else.
 
+        Text that begins with the model's start token, as a rendered chat may, gets no second one.
         Raises ConfigError for text that is not valid Unicode and for what the chat template refuses.
         """
         if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
@@ -318,6 +374,8 @@ class LLM:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(f"the prompt {prompt!r:.80} is not valid Unicode: {error}") from error
+        start = self.tokenizer.bos_token
+        add_special_tokens &= not (start and prompt.startswith(start))
         return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
 
     # Care ------------------------------------------------------------------------------------------------------

@@ -1043,3 +1043,33 @@ def test_settings_have_limits() -> None:
     for name, value in wrong.items():
         with pytest.raises(ConfigError, match=name):
             ServerSettings("tiny", **{name: value})
+
+
+# What the prompting language needs ---------------------------------------------------------------------------------
+
+
+def test_prompts_are_scored_from_a_place_on(server: Running, offline: LLM) -> None:
+    ids = [5, 6, 7, 8, 9]
+    body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0}, "return_logprob": True}
+    answer = server.post("/generate", body | {"logprob_start_len": 1}).json()
+    entries = answer["meta_info"]["input_token_logprobs"]
+    assert [entry[1] for entry in entries] == ids[1:] and entries[0][0] is None
+    [expected] = offline.score(ids[:2], [ids[2:]])
+    assert [entry[0] for entry in entries[1:]] == pytest.approx(expected, abs=1e-4)
+    assert (
+        len(server.post("/generate", body | {"logprob_start_len": 4}).json()["meta_info"]["input_token_logprobs"]) == 1
+    )
+    assert "input_token_logprobs" not in server.post("/generate", body).json()["meta_info"]
+    assert_error(server.post("/generate", body | {"logprob_start_len": 5}), 400, "below the 5 tokens")
+    assert_error(server.post("/generate", body | {"logprob_start_len": -2}), 400, "logprob_start_len")
+    assert_error(server.post("/generate", body | {"logprob_start_len": 1, "stream": True}), 400, "stream to be false")
+    server.idle()
+
+
+def test_templates_are_applied(server: Running, offline: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    for generate in (True, False):
+        body = {"messages": messages, "add_generation_prompt": generate}
+        prompt = server.post("/apply-template", body).json()["prompt"]
+        assert prompt == offline.render_chat(messages, add_generation_prompt=generate)
+    assert_error(server.post("/apply-template", {"messages": [{"role": "user"}]}), 400, "role and a content")

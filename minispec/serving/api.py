@@ -43,7 +43,14 @@ from minispec.serving.engine_thread import (
     Update,
 )
 from minispec.serving.metrics import ServerMetrics, snapshot
-from minispec.serving.schema import AbortRequest, ChatRequest, CompletionRequest, GenerateRequest, usage
+from minispec.serving.schema import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    TemplateRequest,
+    usage,
+)
 
 PROBE_SECONDS = 20.0  # how long /health_generate waits
 OPEN_PATHS = ("/", "/health")  # need no key: the page holds no data, and who watches the process has none
@@ -115,6 +122,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
         ("/v1/chat/completions", "POST", server.chat_completions),
         ("/v1/completions", "POST", server.completions),
         ("/generate", "POST", server.generate),
+        ("/apply-template", "POST", server.apply_template),
         ("/abort_request", "POST", server.abort_request),
         ("/flush_cache", "POST", server.flush_cache),
     ):
@@ -189,7 +197,23 @@ class Server:
             return _event_stream(self._growing(body, submission))
         whole = await submission.whole()
         items = [body.item(submission.requests[update.index], update, id) for update in whole]
+        if body.scores_prompt:
+            for item, request in zip(items, submission.requests, strict=True):
+                scored = await self._prompt_logprobs(request.prompt, body.logprob_start_len)
+                item["meta_info"]["input_token_logprobs"] = scored
         return JSONResponse(items if body.is_list or len(items) > 1 else items[0])
+
+    async def _prompt_logprobs(self, ids: list[int], start: int) -> list[list[Any]]:
+        """[logprob, id, None] of each prompt token from place `start` on; the first one has no logprob."""
+        if start >= len(ids):
+            raise ConfigError(f"logprob_start_len must be below the {len(ids)} tokens of the prompt, got {start}")
+        head, rest = ids[: start + 1], ids[start + 1 :]
+        [scores] = await self.engine.call(lambda llm: llm.score(head, [rest])) if rest else [[]]
+        return [[score, token, None] for score, token in zip([None, *scores], ids[start:], strict=True)]
+
+    async def apply_template(self, body: TemplateRequest) -> Response:
+        text = self.llm.render_chat(body.messages, add_generation_prompt=body.add_generation_prompt)
+        return JSONResponse({"prompt": text})
 
     async def _growing(self, body: GenerateRequest, submission: Submission) -> AsyncIterator[dict[str, Any]]:
         """Each completion as it stands after each of its updates: the text so far, not what is new."""

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, create_model, model_validator
 
@@ -187,7 +187,19 @@ class GenerateRequest(Body):
     rid: str | None = None
     return_logprob: bool = False
     top_logprobs_num: int = 0
-    logprob_start_len: Literal[-1] = -1  # logprobs of the output only
+    logprob_start_len: int = -1  # logprobs of the prompt from this token on, besides the output's; -1: none
+
+    @model_validator(mode="after")
+    def _prompts_are_scored_whole(self) -> GenerateRequest:
+        if self.logprob_start_len < -1:
+            raise ValueError(f"logprob_start_len must be -1 or a place in the prompt, got {self.logprob_start_len}")
+        if self.scores_prompt and self.stream:
+            raise ValueError("logprob_start_len needs stream to be false")
+        return self
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.return_logprob and self.logprob_start_len >= 0
 
     @property
     def is_list(self) -> bool:
@@ -238,6 +250,13 @@ class GenerateRequest(Body):
                 [[_finite(logprob), token, None] for token, logprob in entry.top.items()] for entry in whole.logprobs
             ]
         return {"index": whole.index, "text": whole.text, "output_ids": token_ids, "meta_info": meta}
+
+
+class TemplateRequest(Body):
+    """POST /apply-template: a conversation, to be framed as the model's own chat template does."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool = True
 
 
 class AbortRequest(Body):
