@@ -169,6 +169,7 @@ class Row:
     carried_token: int = 0  # that token, once it is chosen
     max_drafts: int = 0  # draft tokens that are wanted and have slots and budget
     drafter: str = ""  # who drafts
+    kind: int = 0  # of text, for those who compare drafters: tokens of the longest suffix that the text has said before
     drafts: list[int] = field(default_factory=list)
     q: Tensor | None = None  # [len(drafts), V] what the drafts were drawn from; None: chosen without chance
 

@@ -47,7 +47,7 @@ from minispec.speculative.ngram import NgramDrafter
 log = logging.getLogger(__name__)
 
 EVIDENCE = 8  # verifications before a request can fall back
-PAUSE = 32  # steps without drafts after a fall-back or rejections; a pause that follows another one is twice as long
+PAUSE = 32  # steps without drafts after rejections, or after a first fall-back; each later one lasts twice as long
 LONGEST_PAUSE = 1024
 PROBE = 32  # steps without a gain after which drafting is tried; the next time it takes twice as many
 BASELINE = 32  # steps with drafts after which one may go without, if the plain step of this batch is not measured
@@ -70,7 +70,7 @@ class _State:
     resume: int = 0  # number of the step from which it may draft
     paused_for: str = ""
     fallbacks: int = 0
-    last_turn: int = 0  # see Controller._in_turn
+    last_turn: int = 0  # see Controller._waiting_turn
     verified: int = 0
 
 
@@ -95,7 +95,6 @@ class Controller:
         self._states: dict[Request, _State] = {}
         self._kinds: dict[tuple[str, int], Acceptance] = {}
         self._ended: list[Request] = []  # requests that drafters may still know
-        self._kind: dict[Request, int] = {}
         self._step = self._turns = 0
         self._drafting = True  # whether the latest decision was to draft
         self._since_switch = 0  # steps, or since the latest probe
@@ -198,7 +197,7 @@ class Controller:
         copies = self.copier.propose([row.request for row in rows], caps)
         self.copier.settle_faults()
         for row, (tokens, _) in zip(rows, copies, strict=True):
-            self._kind[row.request] = self.copier.drafter.match_length(row.request) if tokens else 0
+            row.kind = self.copier.drafter.match_length(row.request) if tokens else 0
         return copies
 
     def _fixed(self, rows: Sequence[Row], caps: Sequence[int], copies: Sequence[Draft]) -> list[int]:
@@ -220,9 +219,9 @@ class Controller:
         drawn = np.zeros((len(rows), most))
         for b, (row, cap, (copy, _)) in enumerate(zip(rows, caps, copies, strict=True)):
             if copy:
-                copied[b, : len(copy)] = self._survival(row.request, self.copier.name, len(copy))
+                copied[b, : len(copy)] = self._survival(row, self.copier.name, len(copy))
             if model_on:
-                drawn[b, :cap] = self._survival(row.request, self.model.name, cap)
+                drawn[b, :cap] = self._survival(row, self.model.name, cap)
         if not model_on and not copied.any():
             for _ in rows:
                 self._count("no match")
@@ -286,14 +285,14 @@ class Controller:
         """Now and then a request tries the drafter that it would not use, so that neither estimate grows old."""
         return self._state(row.request).verified % EXPLORE == EXPLORE - 1
 
-    def _survival(self, request: Request, drafter: str, length: int) -> np.ndarray:
+    def _survival(self, row: Row, drafter: str, length: int) -> np.ndarray:
         """[length] chance that each draft is kept."""
-        kind = self._kind_window(request, drafter).chances(length, [FIRST_GUESS], PRIOR_WEIGHT, bonus=1.0)
-        window = self._state(request).windows.get(drafter)
+        kind = self._kind_window(drafter, row.kind).chances(length, [FIRST_GUESS], PRIOR_WEIGHT, bonus=1.0)
+        window = self._state(row.request).windows.get(drafter)
         return np.cumprod(window.chances(length, kind, KIND_WEIGHT) if window else kind)
 
-    def _kind_window(self, request: Request, drafter: str) -> Acceptance:
-        return self._kinds.setdefault((drafter, self._kind.get(request, 0)), Acceptance(KIND_WINDOW))
+    def _kind_window(self, drafter: str, kind: int) -> Acceptance:
+        return self._kinds.setdefault((drafter, kind), Acceptance(KIND_WINDOW))
 
     # Drafting ------------------------------------------------------------------------------------------------------
 
@@ -318,7 +317,7 @@ class Controller:
         self.metrics.by_drafter.setdefault(row.drafter, SpeculationCounts()).record(drafted, accepted, emitted)
         window = state.windows.setdefault(row.drafter, Acceptance(self.config.acceptance_window))
         window.record(drafted, accepted)
-        self._kind_window(row.request, row.drafter).record(drafted, accepted)
+        self._kind_window(row.drafter, row.kind).record(drafted, accepted)
         state.verified += 1
         state.rejections = 0 if accepted else state.rejections + 1
         self._steer(state, window)
@@ -402,7 +401,6 @@ class Controller:
             for guard in self.guards.values():
                 guard.release(request)
             self._states.pop(request, None)
-            self._kind.pop(request, None)
 
     def _state(self, request: Request) -> _State:
         if request not in self._states:
