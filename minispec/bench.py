@@ -175,7 +175,7 @@ def bench(
     return results
 
 
-PHASES = {"alone": (1, 2), "crowd": (16, 16), "few": (4, 4), "alone again": (1, 2)}  # (batch, requests): 24 in all
+PHASES = {"alone": (1, 4), "crowd": (16, 16), "few": (4, 4)}  # (batch, requests): 24 in all
 REPEATING = "Repeat this list five times: red, green, blue, yellow, black, white."
 
 
@@ -197,24 +197,27 @@ def bench_steering(
         name: LLM(model, dtype=dtype, enable_radix_cache=False, speculative_config=config)
         for name, config in ({"adaptive": base} | configs).items()
     }
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    # Answers of unlike lengths, so that a crowd thins out as it does in a server, and not in one step.
+    lengths = [max(1, max_tokens * part // 6) for part in (1, 3, 4, 16)]
+    each = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
     seconds = {name: {phase: [0.0] * rounds for phase in PHASES} for name in engines}
     for place in range(-1, rounds):  # the first one warms up
         order = [*questions, REPEATING, REPEATING] * 4
         random.Random(place).shuffle(order)
         for phase, (batch, count) in PHASES.items():
             prompts = [[{"role": "user", "content": order.pop()}] for _ in range(count)]
+            params = [each[n % len(each)] for n in range(count)]
             for name, llm in engines.items():
                 started = time.perf_counter()
                 for first in range(0, count, batch):
-                    llm.chat(prompts[first : first + batch], params)
+                    llm.chat(prompts[first : first + batch], params[first : first + batch])
                 if place >= 0:
                     seconds[name][phase][place] = time.perf_counter() - started
-    counts = {phase: count * max_tokens for phase, (_, count) in PHASES.items()}
+    counts = {p: sum(lengths[n % len(lengths)] for n in range(count)) for p, (_, count) in PHASES.items()}
     table = {p: {n: counts[p] / statistics.median(s[p]) for n, s in seconds.items()} for p in PHASES}
     whole = {n: statistics.median(map(sum, zip(*s.values(), strict=True))) for n, s in seconds.items()}
     table["all"] = {name: sum(counts.values()) / spent for name, spent in whole.items()}
-    print(f"24 requests of {max_tokens} tokens, {draft}, {rounds} rounds; tokens/s")
+    print(f"24 requests of {min(lengths)} to {max(lengths)} tokens, {draft}, {rounds} rounds; tokens/s")
     print(f"{'':14}" + "".join(f"{name:>10}" for name in engines) + f"{'adaptive / best fixed':>24}")
     for phase, rates in table.items():
         ratio = rates["adaptive"] / max(rates[name] for name in configs)

@@ -61,7 +61,7 @@ def test_steering_is_compared_with_every_fixed_length(tmp_path, capsys):
     command = ["bench", "--model", model, "--dtype", "float32", "--steering", "--max-tokens", "4", "--rounds", "1"]
     assert main([*command, "--candidate-length", "3"]) == 0
     head, names, *lines = capsys.readouterr().out.splitlines()
-    assert head.startswith("24 requests of 4 tokens, ngram, 1 rounds")
+    assert head.startswith("24 requests of 1 to 10 tokens, ngram, 1 rounds")
     assert names.split()[:5] == ["adaptive", "K=0", "K=1", "K=2", "K=3"]
     assert [line[:14].strip() for line in lines] == [*bench.PHASES, "all"]
     for line in lines:
