@@ -105,7 +105,7 @@ def serving(llm: LLM, **settings: Any) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def shared(folder: str) -> Iterator[Running]:
-    drafts = {"draft_model": "ngram", "candidate_length": 3, "ngram_min": 1}
+    drafts = {"draft_model": "ngram", "candidate_length": 3, "ngram_min": 1, "adaptive": False}
     with serving(tiny_llm(folder, speculative_config=drafts)) as running:
         yield running
 
@@ -129,10 +129,13 @@ class Gate:
 
     def __init__(self, llm: LLM) -> None:
         self.permits, self.steps, self._step = threading.Semaphore(0), 0, llm.engine.step
+        self.held = False  # the engine stands at the gate
         llm.engine.step = self.step
 
     def step(self) -> None:
+        self.held = True
         self.permits.acquire()
+        self.held = False
         self.steps += 1
         self._step()
 
@@ -726,6 +729,7 @@ def test_a_crash_ends_every_request_with_an_error(folder: str, caplog: pytest.Lo
         stream = pool.submit(server.post, "/v1/completions", LONG | {"stream": True})
         gate.let(2)
         wait_until(lambda: len(app_engine(server).submissions) == 2)
+        wait_until(lambda: gate.held)
         llm.engine.runner.forward = None  # what a step needs is gone
         info = pool.submit(server.http.get, "/get_server_info")
         wait_until(lambda: not app_engine(server)._commands.empty())
