@@ -194,6 +194,13 @@ class Row:
             return [self.carried_token]
         return self.request.tokens[self.start : self.end] + self.drafts
 
+    def kinds(self, accepted: int) -> list[TokenKind]:
+        """Of the tokens that it brings when that many drafts are kept."""
+        if not self.drafts:
+            return [TokenKind.PLAIN]
+        last = TokenKind.BONUS if accepted == len(self.drafts) else TokenKind.CORRECTED
+        return [TokenKind.ACCEPTED] * accepted + [last]
+
     @property
     def num_logits(self) -> int:
         """Positions of this row whose next token is wanted."""
@@ -210,6 +217,15 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return sum(row.q_len for row in self.rows)
+
+    def take_over(self, next_ids: Tensor) -> None:
+        """Give the rows that carry a token the one that the step before has chosen; on a GPU it stays there."""
+        if next_ids.device.type != "cpu":
+            self.carried = next_ids
+            return
+        for row in self.rows:
+            if row.carried is not None:
+                row.carried_token = int(next_ids[row.carried])
 
     @property
     def sampled(self) -> list[Row]:

@@ -23,8 +23,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import torch
-
 from minispec.account import Account, Launched
 from minispec.config import ConfigError, EngineConfig, SamplingParams, SpeculativeConfig
 from minispec.core import Request, Row, Status, Step, TokenEvent, TokenKind
@@ -83,7 +81,7 @@ class Engine:
         self._unsettled: Launched | None = None  # its tokens are committed, and not yet looked at
         self._leaving: list[tuple[Request, str, TokenEvent | None]] = []  # ended with a step in flight
         self._stepping = False
-        self._abort_later: set[str] = set()  # ids whose abort came from inside a step
+        self._abort_later: set[Request] = set()  # whose abort came from inside a step
         self._raised: list[BaseException] = []  # by callbacks
 
     # Requests come and go ------------------------------------------------------------------------------------
@@ -102,9 +100,10 @@ class Engine:
         """
         group = request_id if request_id is not None else self._new_id()
         requests = self.intake.requests(prompt, params, group, on_token)
-        for request in requests:
-            if request.id in self.requests:
-                raise ConfigError(f"request id {request.id!r} is already running")
+        running = {request.group for request in self.requests.values()} | set(self.requests)
+        for name in (group, *(request.id for request in requests)):
+            if name in running:
+                raise ConfigError(f"request id {name!r} is already running")
         for request in requests:
             self.requests[request.id] = request
             self.scheduler.add(request)
@@ -118,13 +117,14 @@ class Engine:
         """
         found = [r for r in self.requests.values() if request_id in (r.id, r.group)]
         if self._stepping:
-            self._abort_later.update(request.id for request in found)
+            self._abort_later.update(found)
         elif found:
-            if any(request.in_flight for request in found):
-                self.land()
-            for request in found:
-                if not request.finished:
-                    self._finish(request, "abort")
+            with self._exclusive():
+                try:
+                    if self._unsettled or any(request.in_flight for request in found):
+                        self._land()
+                finally:  # whatever the step in flight brought, these end with this block
+                    self._abort_later.update(found)
         return bool(found)
 
     def _new_id(self) -> str:
@@ -175,13 +175,17 @@ class Engine:
             try:
                 yield
             finally:
+                self._end_aborted()
                 self._stepping = False
-                for request in [self.requests[name] for name in self._abort_later & set(self.requests)]:
-                    self._finish(request, "abort")
-                self._abort_later.clear()
         if self._raised:  # now that all is in order
             error, self._raised = self._raised[0], []
             raise error
+
+    def _end_aborted(self) -> None:
+        while self._abort_later:  # a callback that hears of an end may abort another one
+            request = self._abort_later.pop()
+            if not request.finished:
+                self._finish(request, "abort")
 
     # Both loops do the same things to each step, in another order.
 
@@ -222,6 +226,7 @@ class Engine:
             following = following and self._complete(following)
             if not following or not following.rows:  # memory is short, or all have ended: settle first, then look again
                 self._settle_rest()
+                self._end_aborted()
                 following = self._plan()
             if following.rows:
                 self._launched = self._launch(following)
@@ -237,12 +242,15 @@ class Engine:
     def land(self) -> None:
         """Wait for the step in flight, if there is one, and settle it."""
         with self._exclusive():
-            if self._launched is not None:
-                launched, self._launched = self._launched, None
-                self._settle_rest()
-                self._advance(launched)
-                self._unsettled = launched
+            self._land()
+
+    def _land(self) -> None:
+        if self._launched is not None:
+            launched, self._launched = self._launched, None
             self._settle_rest()
+            self._advance(launched)
+            self._unsettled = launched
+        self._settle_rest()
 
     # The parts of a step ---------------------------------------------------------------------------------------
 
@@ -268,7 +276,8 @@ class Engine:
 
     def _complete(self, step: Step) -> Step:
         """A step that was planned ahead, after what it waited for is in."""
-        rows = [row for row in step.rows if not row.request.ending and not row.request.finished]
+        ended = self._abort_later | {row.request for row in step.rows if row.request.ending or row.request.finished}
+        rows = [row for row in step.rows if row.request not in ended]
         for row in rows:
             if not row.request.in_prefill:
                 row.start, row.max_drafts = row.request.kv_len, min(row.max_drafts, row.request.max_drafts)
@@ -289,7 +298,7 @@ class Engine:
 
         def job(watch: Watch) -> Judged | None:
             if before is not None:
-                _take_over(step, before.peek().next_ids)
+                step.take_over(before.peek().next_ids)
             if any(row.max_drafts for row in step.rows):
                 with watch("draft"):
                     self.controller.draft(step)
@@ -318,7 +327,7 @@ class Engine:
                 request, outcome = row.request, next(results) if row.emits else None
                 request.in_flight -= 1
                 request.unread -= row.emits * (1 + row.max_drafts)
-                dropped = request.ending or request.id in self._abort_later  # it ended while this was in flight
+                dropped = request.ending or request in self._abort_later  # it ended while this was in flight
                 launched.emitted.append(0 if dropped else self._take(row, outcome))
             for request, reason, event in self._leaving[:]:
                 if not request.in_flight:
@@ -340,7 +349,7 @@ class Engine:
             request.error = "no token can be chosen: the logits are not finite, or every token is forbidden"
             request.ending = "error"
             return 0
-        for place, (token, kind) in enumerate(zip(outcome.tokens, _kinds(row, outcome), strict=True)):
+        for place, (token, kind) in enumerate(zip(outcome.tokens, row.kinds(outcome.accepted), strict=True)):
             request.tokens.append(token)
             request.kinds.append(kind)
             if outcome.logprobs:
@@ -380,7 +389,7 @@ class Engine:
                 outcome = next(results) if row.emits else None
                 if outcome is None or row.request.finished:
                     continue
-                if row.request.id in self._abort_later:  # by the callback of another one: this was not seen by anybody
+                if row.request in self._abort_later:  # by the callback of another one: this was not seen by anybody
                     row.request.end = row.end if count else row.request.end
                 elif outcome.failed:
                     self._finish(row.request, "error")
@@ -399,13 +408,17 @@ class Engine:
             request.metrics.first_token_s = time.perf_counter() - request.created
         for place in range(count):
             token, number = request.tokens[first + place], first + place + 1 - len(request.prompt)
-            reason, text = self._read(request, token, number)
+            try:
+                reason, text = self._read(request, token, number)
+            except Exception as error:  # a tokenizer may raise what it likes, and only this text is lost
+                request.error = f"the text cannot be read: {error}"
+                reason, text = "error", ""
             logprob = request.logprobs[number - 1] if request.logprobs else None
             event = TokenEvent(token, request.kinds[number - 1], text, reason, logprob)
             if reason is not None:
                 break
             self._emit(request, event)
-            if request.id in self._abort_later:  # the consumer has had enough
+            if request in self._abort_later:  # the consumer has had enough
                 break
         emitted = place + 1
         if emitted < count:
@@ -460,7 +473,7 @@ class Engine:
         if request.end is not None:
             kept = request.num_output
             del request.tokens[request.end :], request.kinds[kept:], request.logprobs[kept:]
-            request.kv_len, request.end = min(request.kv_len, len(request.tokens) - 1), None
+            request.kv_len, request.end = max(request.tree_len, min(request.kv_len, len(request.tokens) - 1)), None
         request.finish_reason = reason
         del self.requests[request.id]
         self.scheduler.remove(request, keep=reason != "error")
@@ -490,23 +503,11 @@ class Engine:
 
     def close(self) -> None:
         """Abort what runs and let the device go."""
-        for request_id in list(self.requests):
-            self.abort(request_id)
-        self.device.close()
-
-
-def _take_over(step: Step, next_ids: torch.Tensor) -> None:
-    """Give the rows that carry a token the one that the step before has chosen: on the device, if it is there."""
-    if next_ids.device.type != "cpu":
-        step.carried = next_ids
-        return
-    for row in step.rows:
-        if row.carried is not None:
-            row.carried_token = int(next_ids[row.carried])
-
-
-def _kinds(row: Row, outcome: Outcome) -> list[TokenKind]:
-    if not row.drafts:
-        return [TokenKind.PLAIN]
-    last = TokenKind.BONUS if outcome.accepted == len(row.drafts) else TokenKind.CORRECTED
-    return [TokenKind.ACCEPTED] * outcome.accepted + [last]
+        try:
+            with self._exclusive():
+                try:
+                    self._land()
+                finally:
+                    self._abort_later.update(self.requests.values())
+        finally:
+            self.device.close()

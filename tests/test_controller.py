@@ -503,6 +503,30 @@ def test_a_fault_costs_a_draft_is_said_once_and_after_the_retries_the_drafter_is
     assert_idle(engine)
 
 
+@pytest.mark.parametrize(
+    "make_q",
+    [
+        lambda n: np.full((n, VOCAB), 1 / VOCAB),
+        lambda n: torch.ones(n, VOCAB, dtype=int),
+        lambda n: torch.full((n, VOCAB), 1 / VOCAB).to_sparse(),
+        lambda n: torch.empty(n, VOCAB, device="meta"),
+    ],
+)
+def test_a_q_that_cannot_be_used_is_a_fault(make_q):
+    class Odd:
+        name = "odd"
+
+        def propose(self, requests, lengths):
+            return Proposal([[1] * n for n in lengths], [make_q(n) for n in lengths])
+
+        def release(self, request):
+            pass
+
+    engine = make(Odd(), adaptive=False)
+    [request] = run(engine, [[1, 2]], SamplingParams(temperature=1.0, seed=1, max_tokens=12))
+    assert request.finish_reason == "length" and engine.metrics.drafters_off == ["odd"]
+
+
 def test_faults_long_ago_are_forgiven(clock):
     logits_of = markov()
     every = {n: "raises" for n in range(5, 2000, rules_recovered() + 1)}

@@ -455,6 +455,121 @@ def test_a_callback_may_abort_another_request_before_its_token_is_seen(overlap):
     assert_idle(engine)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("page_size,length", [(1, 3), (4, 8), (4, 7)])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_callback_aborts_a_request_at_the_end_of_its_prompt(overlap, page_size, length, drafted):
+    logits_of = markov()
+    options = {"page_size": page_size, "chunked_prefill_size": 1 if page_size == 1 else None}
+    drafter = scripted(logits_of) if drafted else None
+    engine = make(logits_of, overlap=overlap, drafter=drafter, **options)
+    [a] = engine.add([1, 2], greedy(8), on_token=lambda event: engine.abort("b"))
+    [b] = engine.add([3] * length, greedy(8), request_id="b")
+    finish(engine)
+    assert a.output == tag_greedy(logits_of, [1, 2], 8) and b.finish_reason == "abort"
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_last_callback_aborts_the_only_other_request(overlap):
+    logits_of = markov()
+    engine = make(logits_of, overlap=overlap)
+    [a] = engine.add([1, 2], greedy(3), on_token=lambda event: event.finish_reason and engine.abort("b"))
+    [b] = engine.add([3, 4], greedy(3), request_id="b")
+    finish(engine)
+    assert a.finish_reason == "length" and b.finish_reason in ("abort", "length")
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_completion_of_a_group_aborts_the_group(overlap):
+    engine = make(markov(), overlap=overlap)
+    params = SamplingParams(n=4, max_tokens=8, seed=1)
+    requests = engine.add([1, 2], params, on_token=lambda event: engine.abort("g"), request_id="g")
+    with pytest.raises(ConfigError, match="'g' is already running"):
+        engine.add([1, 2], greedy(2), request_id="g")
+    finish(engine)
+    assert [request.finish_reason for request in requests] == ["abort"] * 4
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("steps", range(8))
+def test_an_abort_between_steps_loses_no_committed_token(steps):
+    logits_of = markov()
+    engine, heard = make(logits_of), []
+    [a] = engine.add([1, 2], greedy(3), on_token=heard.append)
+    [b] = engine.add([3, 4], greedy(20))
+    for _ in range(steps):
+        engine.step()
+    engine.abort(a.id)
+    finish(engine)
+    assert (
+        [e.token_id for e in heard if e.token_id >= 0] == a.output == tag_greedy(logits_of, [1, 2], 3)[: a.num_output]
+    )
+    assert a.finish_reason == ("length" if a.num_output == 3 else "abort")
+    assert engine.metrics.output_tokens == a.num_output + b.num_output
+    assert_idle(engine)
+
+
+def test_abort_and_close_end_requests_whatever_others_raise():
+    def raising(event):
+        raise OSError("the consumer is gone")
+
+    for end in ("abort", "close"):
+        engine = make(markov())
+        [a] = engine.add([1, 2], greedy(20), on_token=raising)
+        [b] = engine.add([3, 4], greedy(20), request_id="b")
+        with pytest.raises(OSError):
+            engine.step()
+            engine.step()
+        [worker] = engine.device._worker._threads
+        with pytest.raises(OSError):
+            engine.abort("b") if end == "abort" else engine.close()
+        assert b.finish_reason == "abort" and worker.is_alive() == (end == "abort")
+        if end == "close":
+            assert a.finish_reason == "abort" and not engine.requests
+
+    engine = make(markov())
+    [a] = engine.add([1, 2], greedy(20), request_id="a")
+    forward, calls = engine.runner.forward, []
+
+    def third_time_unlucky(step, table):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ZeroDivisionError("the device is gone")
+        return forward(step, table)
+
+    engine.runner.forward = third_time_unlucky
+    engine.step()
+    engine.step()  # the third step is launched
+    with pytest.raises(ZeroDivisionError):
+        engine.abort("a")
+    assert a.finish_reason == "abort" and not engine.has_work
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_text_that_cannot_be_read_ends_its_request_only(overlap):
+    logits_of = markov()
+    tokenizer, _ = pieces_tokenizer("abcdefghijkl")
+    engine = make(logits_of, overlap=overlap, tokenizer=tokenizer)
+    [sick] = engine.add([1, 2], greedy(10))
+    heard = []
+    [well] = engine.add([3, 4], greedy(10), on_token=heard.append)
+    push, calls = sick.text.push, []
+
+    def broken(token, **options):
+        calls.append(token)
+        if len(calls) == 3:
+            raise RuntimeError("no such piece")
+        return push(token, **options)
+
+    sick.text.push = broken
+    finish(engine)
+    assert sick.finish_reason == "error" and "no such piece" in sick.error and sick.num_output == 3
+    assert [e.token_id for e in heard] == well.output == tag_greedy(logits_of, [3, 4], 10)
+    assert_idle(engine)
+
+
 def test_no_slot_of_a_launched_step_is_free():
     """Looked at from inside the forward, while the host goes on."""
     logits_of = markov()

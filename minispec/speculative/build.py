@@ -29,7 +29,7 @@ from minispec.speculative.ngram import NgramDrafter
 
 log = logging.getLogger(__name__)
 
-BUILT_IN = ("ngram", "mtp", "early-exit")
+BUILT_IN = ("auto", "ngram", "mtp", "early-exit")
 EMBEDDED_HEAD = Path(str(resources.files("minispec"))) / "assets" / f"{EMBEDDED_MODEL}-mtp.safetensors"
 
 

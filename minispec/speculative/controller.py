@@ -356,7 +356,7 @@ class Controller:
         if not decoding or any(row.num_committed > 1 for row in step.rows):
             return
         if any(row.drafts for row in decoding) and self.target_cost.known:
-            plain = self.target_cost.seconds(np.array([len(decoding)]))[0] * emitted / len(decoding)
+            plain = float(self.target_cost.seconds(np.array([len(decoding)]))[0]) * emitted / len(decoding)
             self._watch(plain, draft_seconds + other_seconds)
         self.target_cost.record(step.num_tokens, other_seconds)
 

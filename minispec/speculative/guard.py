@@ -14,6 +14,8 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from minispec.speculative.drafter import Drafter
 
 if TYPE_CHECKING:
@@ -67,6 +69,10 @@ class Guard:
             raise ValueError(f"draft {tokens} for {length} places and a vocabulary of {self.vocab_size}")
         if q is not None and tuple(q.shape) != (len(tokens), self.vocab_size):
             raise ValueError(f"q has shape {list(q.shape)}, expected {[len(tokens), self.vocab_size]}")
+        if q is not None and not (torch.is_tensor(q) and q.is_floating_point() and q.layout == torch.strided):
+            raise TypeError(f"q must be a dense tensor of floating-point numbers, got {type(q).__name__}")
+        if q is not None and q.is_meta:
+            raise TypeError("q holds no numbers: it is on the meta device")
         return tokens, q
 
     def release(self, request: Request) -> None:
