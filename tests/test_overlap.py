@@ -598,7 +598,7 @@ def test_no_slot_of_a_launched_step_is_free():
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_two_thousand_random_requests_with_aborts(drafted):
+def test_a_thousand_random_requests_with_aborts_on_the_worker_thread(drafted):
     rng = random.Random(int(drafted))
     logits_of = markov(vocab_size=12)
     engine = make(
