@@ -16,6 +16,7 @@ import torch
 
 from minispec.attention.torch_backend import TorchAttention
 from minispec.core import Step, StepLayout
+from minispec.device import upload
 from minispec.kv.pool import KVCache
 from minispec.models.config import ModelConfig
 from minispec.models.llama import Attend, CausalLM
@@ -119,15 +120,13 @@ class ModelRunner:
     def forward(self, step: Step, table: np.ndarray) -> torch.Tensor:
         """Logits [R, V] float32 of the positions that `step` wants; writes K/V (and hidden) of all its tokens."""
         layout = pack(segments_of(step), table)
-        token_ids, positions, slots, wanted = (
-            torch.from_numpy(array).to(self.device)
-            for array in (layout.token_ids, layout.positions, layout.slots, layout.logit_rows)
-        )
-        if step.carried is not None:
-            places = np.cumsum(layout.q_lens) - 1
-            carrying = [(b, row.carried) for b, row in enumerate(step.rows) if row.carried is not None]
-            mine, theirs = (torch.tensor(column, device=self.device) for column in zip(*carrying, strict=True))
-            token_ids[torch.from_numpy(places).to(self.device)[mine]] = step.carried[theirs]
+        carrying = [b for b, row in enumerate(step.rows) if row.carried is not None] if step.carried is not None else []
+        mine = np.cumsum(layout.q_lens)[carrying] - 1  # packed rows whose token the step before has chosen
+        theirs = np.array([step.rows[b].carried for b in carrying], dtype=np.int64)
+        arrays = (layout.token_ids, layout.positions, layout.slots, layout.logit_rows, mine, theirs)
+        token_ids, positions, slots, wanted, mine, theirs = upload(self.device, *arrays)
+        if carrying:
+            token_ids[mine] = step.carried[theirs]
         hidden = self.model.forward(token_ids, positions, self.tenant.attend(layout, table))  # [N, H]
         if self.hidden is not None:
             self.hidden.index_copy_(0, slots, hidden)
