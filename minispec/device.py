@@ -10,12 +10,13 @@ multiplies the short format itself. bfloat16 keeps float32's range, so weights t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -242,8 +243,24 @@ class InlineDevice:
             future.set_exception(error)
         return future
 
+    def rest(self) -> None:
+        """No job comes soon: leave the processors to others."""
+
     def close(self) -> None:
         """Take no more jobs; those that were submitted end."""
+
+
+# GNU OpenMP keeps the helper threads of every thread that has computed. While there are more of them than processors,
+# all of them sleep between two operations instead of spinning, and each operation must wake them: a decode step on two
+# cores then takes a third longer. So a thread that goes on to other work ends its helpers; its next operation has new.
+_pause_openmp = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None) if sys.platform == "linux" else None
+OMP_PAUSE_SOFT = 1
+
+
+def release_helpers() -> None:
+    """End the idle OpenMP threads of the calling thread, where OpenMP is known to keep them."""
+    if _pause_openmp:
+        _pause_openmp(OMP_PAUSE_SOFT)
 
 
 class ThreadDevice(InlineDevice):
@@ -256,7 +273,13 @@ class ThreadDevice(InlineDevice):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="minispec-device")
 
     def _begin(self, work: Callable[[], T]) -> Future[T]:
+        release_helpers()
         return self._worker.submit(work)
+
+    def rest(self) -> None:
+        """See InlineDevice."""
+        with suppress(RuntimeError):  # it was closed from inside the step that ends here
+            self._begin(release_helpers)
 
     def close(self) -> None:
         """See InlineDevice."""

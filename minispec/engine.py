@@ -447,6 +447,8 @@ class Engine:
     def _end_step(self, launched: Launched, seconds: float) -> None:
         """Tell the controller what the step cost, and write a row of the history when it is time."""
         self.metrics.wall_seconds += seconds
+        if not self.requests:
+            self.device.rest()
         if self.controller:
             draft = launched.seconds.get("draft", 0.0)
             self.controller.end_step(launched.step, draft, max(0.0, seconds - draft), sum(launched.emitted))

@@ -20,7 +20,7 @@ import torch
 
 from minispec.config import ConfigError, EngineConfig, SamplingParams
 from minispec.core import Request, Row, Step, TokenEvent, TokenKind, TokenLogprob
-from minispec.device import choose_device, choose_dtype
+from minispec.device import choose_device, choose_dtype, release_helpers
 from minispec.engine import Engine
 from minispec.kv.pool import KVPool
 from minispec.metrics import EngineMetrics, MetricsRow, RequestMetrics
@@ -197,6 +197,7 @@ class LLM:
             tokenizer=self.tokenizer,
             drafters=[drafter] if drafter else build_drafters(speculative, loaded, runner, pool, dtype=self.dtype),
         )
+        release_helpers()  # of the threads that have loaded the weights
         self._open = True
 
     def _default_cache_tokens(self, context: int) -> int:

@@ -6,17 +6,21 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tools import tag_engine
 
 from minispec import doctor
-from minispec.config import ConfigError
+from minispec.config import ConfigError, SamplingParams
 from minispec.device import (
     BFLOAT16_FLAGS,
     DEVICE_VARIABLE,
+    InlineDevice,
+    ThreadDevice,
     _packed,
     _parts,
     choose_device,
@@ -157,3 +161,47 @@ def test_arrays_of_all_types_share_one_buffer() -> None:
     for tensor, part in zip(tensors, there, strict=True):
         assert torch.equal(tensor, part) and tensor.dtype == part.dtype and part.shape == tensor.shape
     assert packed.nbytes == 16 + 0 + 16 + 48 + 16 + 48
+
+
+@pytest.mark.skipif(sys.platform != "linux" or torch.get_num_threads() < 2, reason="needs OpenMP helper threads")
+def test_a_thread_that_does_something_else_has_no_helpers_left():
+    """They would count against the processors, and the helpers of whoever computes would sleep between operations."""
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    def compute(*_: object) -> None:
+        torch.ones(2000, 2000) @ torch.ones(2000, 2000)
+
+    device = ThreadDevice(torch.device("cpu"))
+    device.submit(lambda watch: None).wait()
+    alone = threads()
+    compute()
+    assert threads() > alone, "this torch keeps no helpers: the test can show nothing"
+    gate = threading.Event()
+    flight = device.submit(lambda watch: gate.wait(10))
+    assert threads() == alone
+    gate.set()
+    flight.wait()
+    device.submit(compute).wait()
+    assert threads() > alone
+    device.rest()
+    device.submit(lambda watch: None).wait()
+    assert threads() == alone
+    device.close()
+    device.rest()
+
+
+def test_an_engine_that_has_nothing_to_do_lets_its_device_rest():
+    rests = []
+
+    class Device(InlineDevice):
+        def rest(self) -> None:
+            rests.append(len(engine.requests))
+
+    engine = tag_engine(device=Device())
+    for length in (2, 4):
+        engine.add([1, 2, 3], SamplingParams(max_tokens=length, temperature=0, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert rests == [0]
