@@ -33,6 +33,7 @@ from minispec.kv.pool import KVPool
 from minispec.metrics import EngineMetrics, MetricsRow
 from minispec.runner import Runner
 from minispec.sampling.distribution import needs_processing
+from minispec.sampling.grammar import constrain
 from minispec.sampling.sampler import Judged, Outcome, judge, outcomes
 from minispec.scheduler import Scheduler
 from minispec.speculative.controller import Controller
@@ -302,6 +303,9 @@ class Engine:
             if any(row.max_drafts for row in step.rows):
                 with watch("draft"):
                     self.controller.draft(step)
+            if any(row.request.constraint for row in step.sampled):
+                with watch("grammar"):
+                    constrain(step.sampled, self.runner.device)
             with watch("forward"):
                 logits = self.runner.forward(step, self.pool.table.slots)
             with watch("verify"):

@@ -63,6 +63,8 @@ class Runtime:
             self._queue_step()
             return request
 
+        if params.grammar:  # slow, and nobody else should wait for it
+            self.llm.engine.intake.grammars.compile(*params.grammar)
         request = self._thread.submit(add).result()
         job.on_cancel(lambda: self._thread.submit(self.llm.abort, request.id))
         while (event := events.get()).finish_reason is None:
