@@ -267,9 +267,8 @@ class Engine:
         if not step.rows or drafting:
             return False
         places = {row.request: place for place, row in enumerate(before.step.sampled)}
-        for row in step.rows:
-            if row.request in places and needs_processing(row.request.params):  # its history must be known
-                return False
+        if any(row.request in places and needs_processing(row.request.params) for row in step.rows):
+            return False  # its history must be known
         for row in step.rows:
             row.carried = places.get(row.request)
             row.max_drafts = 0
@@ -303,10 +302,8 @@ class Engine:
             if any(row.max_drafts for row in step.rows):
                 with watch("draft"):
                     self.controller.draft(step)
-            if any(row.request.constraint for row in step.sampled):
-                with watch("grammar"):
-                    constrain(step.sampled, self.runner.device)
             with watch("forward"):
+                constrain(step.sampled, self.runner.device)
                 logits = self.runner.forward(step, self.pool.table.slots)
             with watch("verify"):
                 return judge(logits, step.sampled, self.verification) if step.sampled else None

@@ -350,7 +350,7 @@ def test_what_gen_writes_can_be_constrained(backend, runtime):
     assert isinstance(json.loads(s["data"]), list)
     assert s.get_meta_info("day")["finish_reason"]["type"] == "stop"
     with pytest.raises(ConfigError, match="regex '.' cannot be used"):
-        complete.run(start="x", regex="(")
+        sgl.function(lambda s: s.__iadd__("a " + sgl.gen("b", regex="("))).run()
 
 
 def test_an_empty_regex_is_refused_and_does_not_hang(backend):
