@@ -143,7 +143,7 @@ class RuntimeEndpoint:
     def render(self, messages: Dicts, *, add_generation_prompt: bool) -> str:
         """See `Backend`. Raises ConfigError when the template refuses the conversation, or BackendError."""
         body = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return next(self._post("/apply-template", body))["prompt"]
+        return next(self.post("/apply-template", body))["prompt"]
 
     def generate(self, text: str, params: SamplingParams, job: Variable) -> tuple[str, dict[str, Any]]:
         """See `Backend`. Raises ConfigError for what the server refuses, or BackendError."""
@@ -153,7 +153,7 @@ class RuntimeEndpoint:
         body = {"text": text, "sampling_params": sampling, "stream": True}
         body |= {} if top is None else {"return_logprob": True, "top_logprobs_num": top}
         shown, answer = 0, {"text": "", "meta_info": {}}
-        for answer in self._post("/generate", body, job):
+        for answer in self.post("/generate", body, job):
             job.emit(answer["text"][shown:])
             shown = len(answer["text"])
         return answer["text"], answer["meta_info"]
@@ -161,18 +161,18 @@ class RuntimeEndpoint:
     def score(self, text: str, choices: Sequence[str], job: Variable) -> list[list[float]]:
         """See `Backend`. Raises ConfigError for what the server refuses, or BackendError."""
         body = {"text": text, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-        first = next(self._post("/generate", body, job))  # says how long the prompt is, and leaves it in the cache
+        first = next(self.post("/generate", body, job))  # says how long the prompt is, and leaves it in the cache
         tail = max(0, first["meta_info"]["prompt_tokens"] - TAIL)
         body |= {"text": [text, *(text + choice for choice in choices)]}
         body |= {"return_logprob": True, "logprob_start_len": tail}
-        [answers] = self._post("/generate", body, job)
+        [answers] = self.post("/generate", body, job)
         entries = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
         prompt, *full = ([entry[1] for entry in its] for its in entries)
         start = start_of_choices(prompt, full)
         return [[entry[0] for entry in its[start:]] for its in entries[1:]]
 
-    def _post(self, path: str, body: dict[str, Any], job: Variable | None = None) -> Iterator[Any]:
-        """The answer, or the events of an answer that is a stream."""
+    def post(self, path: str, body: dict[str, Any], job: Variable | None = None) -> Iterator[Any]:
+        """The answer, or the events of an answer that is a stream. Raises as `generate` does."""
         connection = self._connection()
         try:
             connection.connect()
