@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 GRAMMARS = ("json_schema", "regex", "ebnf")
+SGLANG_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 MAX_CANDIDATE_LENGTH = 64  # draft tokens; no drafter is right that far ahead
 
 
@@ -43,6 +44,10 @@ def check_bool(name: str, value: Any) -> None:
     """Raise ConfigError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, got {value!r}")
+
+
+def _names(cls: type) -> list[str]:
+    return [field.name for field in fields(cls)]
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,12 @@ class SamplingParams:
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     ebnf: str | None = None
+
+    def __new__(cls, *args: Any, **given: Any) -> SamplingParams:
+        for name in given.keys() - cls.__dataclass_fields__.keys():
+            hint = f"; it is called {SGLANG_NAMES[name]} here" if name in SGLANG_NAMES else ""
+            raise ConfigError(f"SamplingParams has no field {name!r}{hint}; fields are {', '.join(_names(cls))}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0)
@@ -286,7 +297,7 @@ class SpeculativeConfig:
             return value
         if not isinstance(value, Mapping):
             raise ConfigError(f"speculative_config must be a dictionary or SpeculativeConfig, got {value!r}")
-        known = [f.name for f in fields(cls)]
+        known = _names(cls)
         for key in value:
             if key not in known:
                 raise ConfigError(f"speculative_config has no field {key!r}; fields are {', '.join(known)}")

@@ -7,10 +7,11 @@ import json
 import pytest
 from tiny_checkpoints import write_tiny_checkpoint
 
-from minispec import bench, bench_serve
+from minispec import LLM, bench, bench_serve
 from minispec.cli import main
 from minispec.config import ConfigError
 from minispec.lang.backends import BackendError
+from minispec.serving.launch import BackgroundServer
 
 
 def test_every_contestant_runs_every_prompt_in_every_round_in_turn():
@@ -148,17 +149,27 @@ def test_every_server_gets_the_same_requests_and_an_empty_cache(monkeypatch, cap
     assert capsys.readouterr().out.count("\n") == 6
 
 
-def test_the_command_loads_real_servers(tmp_path, capsys):
-    model, out = str(write_tiny_checkpoint(tmp_path, "llama")), tmp_path / "out.json"
-    command = ["bench", "serve", "--model", model, "--dtype", "float32", "--rates", "50,100", "--requests", "5"]
-    assert main([*command, "--max-tokens", "8", "--rounds", "1", "--json", str(out)]) == 0
-    rows = json.loads(out.read_text())
-    assert [(row["rate"], row["server"]) for row in rows] == [(r, s) for r in (50, 100) for s in ("plain", "ngram")]
+def test_real_servers_under_load(tmp_path):
+    model, drafts = str(write_tiny_checkpoint(tmp_path, "llama")), {"draft_model": "ngram", "adaptive": False}
+    options = {"dtype": "float32", "kv_cache_tokens": 2048}
+    with BackgroundServer(LLM(model, **options)) as plain:
+        with BackgroundServer(LLM(model, **options, speculative_config=drafts)) as drafting:
+            urls, prompts = {"plain": plain.url, "ngram": drafting.url}, ["some words", "other words", "some words too"]
+            rows = bench_serve.bench_serve(urls, prompts, rates=[50, 100], requests=5, max_tokens=24, rounds=1)
+    assert [(row["rate"], row["server"]) for row in rows] == [(r, s) for r in (50, 100) for s in urls]
     for row in rows:
         assert row["completed"] == 5 and row["failed"] == 0 and row["tokens_per_second"] > 0
         assert 0 < row["ttft_ms"]["p50"] <= row["ttft_ms"]["p99"] and row["itl_ms"]["p50"] > 0
         assert (row["server"] == "plain") == (row["acceptance_length"] == 0)
-    assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+def test_the_command_starts_a_server_and_writes_json(tmp_path, capsys):
+    model, out = str(write_tiny_checkpoint(tmp_path, "llama")), tmp_path / "out.json"
+    command = ["bench", "serve", "--model", model, "--dtype", "float32", "--drafts", "", "--rates", "50"]
+    assert main([*command, "--requests", "2", "--max-tokens", "8", "--rounds", "1", "--json", str(out)]) == 0
+    [row] = json.loads(out.read_text())
+    assert (row["server"], row["rate"], row["completed"]) == ("plain", 50, 2)
+    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path, capsys):

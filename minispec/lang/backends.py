@@ -29,10 +29,9 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from minispec.config import ConfigError, SamplingParams
+from minispec.config import SGLANG_NAMES, ConfigError, SamplingParams
 from minispec.core import Request
 from minispec.lang.choices import start_of_choices
-from minispec.lang.expressions import SGLANG_NAMES
 from minispec.lang.program import Dicts, Variable
 
 NAMES = {ours: theirs for theirs, ours in SGLANG_NAMES.items()}

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from minispec.config import ConfigError, SamplingParams
+from minispec.config import SGLANG_NAMES, ConfigError, SamplingParams
 from minispec.lang.choices import ChoicesMethod, token_length_normalized
 
-SGLANG_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 OTHER_NAMES = ("dtype", "return_logprob", "top_logprobs_num")
 SAMPLING_NAMES = {*SGLANG_NAMES, *OTHER_NAMES, *(f.name for f in fields(SamplingParams))}
 # What gen(dtype=...) writes, as a regular expression.

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, create_model, model_validator
 
-from minispec.config import ConfigError, SamplingParams
+from minispec.config import SGLANG_NAMES, ConfigError, SamplingParams
 from minispec.core import Request
 from minispec.llm import as_list
 from minispec.metrics import RequestMetrics
@@ -45,7 +45,6 @@ RESPONSE_FORMATS = {
     "json_schema": lambda given: given["json_schema"]["schema"],
 }
 GUIDED = {"json": "json_schema", "regex": "regex", "grammar": "ebnf", "choice": "regex"}
-SGLANG_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 
 
 class Body(BaseModel):
@@ -297,9 +296,6 @@ def _speculation(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def _sampling_params(values: dict[str, Any]) -> SamplingParams:
-    for name in values:
-        if name not in SAMPLING_FIELDS:
-            raise ConfigError(f"sampling_params has no field {name!r}; fields are {', '.join(SAMPLING_FIELDS)}")
     if isinstance(bias := values.get("logit_bias"), Mapping):  # the keys of a JSON object are text
         try:
             values = values | {"logit_bias": {int(token): value for token, value in bias.items()}}
