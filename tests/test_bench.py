@@ -150,7 +150,8 @@ def test_every_server_gets_the_same_requests_and_an_empty_cache(monkeypatch, cap
 
 
 def test_real_servers_under_load(tmp_path):
-    model, drafts = str(write_tiny_checkpoint(tmp_path, "llama")), {"draft_model": "ngram", "adaptive": False}
+    model = str(write_tiny_checkpoint(tmp_path, "llama"))
+    drafts = {"draft_model": "ngram", "ngram_min": 1, "adaptive": False}
     options = {"dtype": "float32", "kv_cache_tokens": 2048}
     with BackgroundServer(LLM(model, **options)) as plain:
         with BackgroundServer(LLM(model, **options, speculative_config=drafts)) as drafting:
