@@ -42,7 +42,7 @@ from minispec.core import TokenLogprob
 from minispec.serving.api import ServerSettings
 from minispec.serving.engine_thread import EngineThread, TimedOut, Unavailable, Update
 from minispec.serving.launch import BackgroundServer, add_flags, bind, engine_options, speculative_options
-from minispec.serving.metrics import snapshot
+from minispec.serving.metrics import ServerMetrics, snapshot
 from minispec.serving.schema import NOT_CARRIED_OUT, ChatRequest, CompletionRequest, GenerateRequest
 
 KEY = "a key"
@@ -686,6 +686,45 @@ def test_the_engine_thread_needs_no_http(folder: str) -> None:
     asyncio.run(alone())
     assert [request.id for request in finished] == ["short", "late", "last"]
     assert_idle(llm.engine)
+
+
+def test_replies_wait_for_no_step_and_a_bad_neighbour_costs_nothing(folder: str) -> None:
+    llm = tiny_llm(folder)
+    gate, counts = Gate(llm), ServerMetrics()
+
+    async def alone() -> None:
+        engine = EngineThread(llm, max_queued=4, timeout=60, on_finish=counts.observe)
+        engine.start()
+        try:
+            prompts = [([5, 6], SamplingParams(max_tokens=2, ignore_eos=True))]
+            first = await asyncio.wait_for(engine.submit("same", prompts), 10)  # the step that follows is held
+            with pytest.raises(ConfigError, match="already running"):
+                await asyncio.wait_for(engine.submit("same", prompts), 10)
+            gate.open()
+            [whole] = await asyncio.wait_for(first.whole(), 10)
+            assert len(whole.token_ids) == 2
+            blocked = threading.Event()
+            calls = [asyncio.create_task(engine.call(lambda llm: blocked.wait(10)))]
+            calls += [asyncio.create_task(engine.call(lambda llm: 5)) for _ in range(2)]
+            await asyncio.sleep(0)
+            calls[1].cancel()  # nobody waits for it, and the answer behind it must still come
+            blocked.set()
+            assert await asyncio.wait_for(calls[2], 10) == 5
+        finally:
+            gate.open()
+            engine.stop()
+
+    asyncio.run(alone())
+
+
+def test_a_request_that_ends_without_a_token_counts_as_ended(folder: str) -> None:
+    llm, counts = tiny_llm(folder), ServerMetrics()
+    [request] = llm.engine.add([5, 6], SamplingParams())
+    llm.abort(request.id)
+    counts.observe(request)
+    count = counts._registry.get_sample_value
+    assert count("minispec:time_to_first_token_seconds_count") == 0
+    assert count("minispec:e2e_request_latency_seconds_count") == 1
 
 
 def test_abort_request_ends_it_by_its_id(folder: str) -> None:
