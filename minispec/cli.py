@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
@@ -110,8 +112,20 @@ def _bench(args: argparse.Namespace) -> None:
     if args.steering:
         for draft in drafts:
             bench_steering(args.model, prompts, draft=draft, **options)
+    elif args.what == "serve":
+        from minispec.bench_serve import bench_serve, servers
+
+        with servers(args.model, args.dtype, drafts, args.candidate_length) as urls:
+            rows = bench_serve(urls, prompts, rates=args.rates, requests=args.requests, max_tokens=args.max_tokens,
+                               rounds=args.rounds)  # fmt: skip
+        if args.json:
+            Path(args.json).write_text(json.dumps(rows, indent=1), "utf-8")
     else:
         bench(args.model, prompts, drafts=drafts, **options)
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
 
 
 def _fetch(_: argparse.Namespace) -> None:
@@ -280,6 +294,9 @@ def _parser() -> argparse.ArgumentParser:
     doctor = command("doctor", _doctor, "the machine card: device, dtype, measured speeds, versions")
     doctor.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     bench = command("bench", _bench, "tokens per second next to transformers on the same weights, in one run")
+    bench.add_argument(
+        "what", nargs="?", choices=("offline", "serve"), default="offline", help="serve: HTTP under load"
+    )
     bench.add_argument("--model", default="smollm2-135m", help="smollm2-135m, a folder, or org/name")
     bench.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (CUDA only)")
     bench.add_argument("--prompts", metavar="FILE", help="questions in Spec-Bench form (JSONL); None: six of our own")
@@ -288,6 +305,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--drafts", default="ngram", metavar="A,B", help="drafters to compare, such as mtp,mtp+ngram")
     bench.add_argument("--steering", action="store_true", help="compare the controller with fixed numbers of drafts")
     bench.add_argument("--rounds", type=int, default=3, metavar="N", help="how often everything is repeated")
+    bench.add_argument("--rates", type=_numbers, default="1,2,4", metavar="R,R", help="serve: requests per second")
+    bench.add_argument("--requests", type=int, default=32, metavar="N", help="serve: at each rate, in each round")
+    bench.add_argument("--json", metavar="FILE", help="serve: where the figures go as well")
     command("fetch", _fetch, "fetch the embedded model (once) and print its folder")
     return parser
 

@@ -9,12 +9,15 @@ Taught in notebook 00 (the map).
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+GRAMMARS = ("json_schema", "regex", "ebnf")
+SGLANG_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 MAX_CANDIDATE_LENGTH = 64  # draft tokens; no drafter is right that far ahead
 
 
@@ -43,13 +46,17 @@ def check_bool(name: str, value: Any) -> None:
         raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
+def _names(cls: type) -> list[str]:
+    return [field.name for field in fields(cls)]
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to choose the tokens of one request. Every field means the same with and without speculation.
 
     Order of application to the logits of one position: repetition, presence and frequency penalties, logit_bias,
-    min_tokens mask, temperature, top_k, top_p, min_p. Repetition counts prompt and output tokens, the other two
-    penalties count output tokens only (as in the OpenAI API).
+    min_tokens mask, grammar, temperature, top_k, top_p, min_p. Repetition counts prompt and output tokens, the other
+    two penalties count output tokens only (as in the OpenAI API).
 
     temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 are off. max_tokens None runs to the context limit;
     a larger value than the context allows is cut to it. `stop` strings end the text before the match; stop tokens
@@ -60,6 +67,10 @@ class SamplingParams:
     log-probability of each output token and of the m likeliest ones, from the raw logits, before any field here is
     applied. `speculative=False` decodes this request without drafts; `candidate_length` is the most that it gets, where
     the engine's own limit is not lower.
+
+    One of three grammars may say what the text must be as a whole: `json_schema` (a dictionary, or JSON; written on
+    one line), `regex` (the syntax of Rust's regex crate), `ebnf` (GBNF or Lark). A text that is complete may end there,
+    and one that nothing can follow does; max_tokens and stop may cut it before.
 
     Raises ConfigError (a ValueError) that names the field, the value and the range.
     """
@@ -83,6 +94,15 @@ class SamplingParams:
     skip_special_tokens: bool = True
     speculative: bool = True
     candidate_length: int | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def __new__(cls, *args: Any, **given: Any) -> SamplingParams:
+        for name in given.keys() - cls.__dataclass_fields__.keys():
+            hint = f"; it is called {SGLANG_NAMES[name]} here" if name in SGLANG_NAMES else ""
+            raise ConfigError(f"SamplingParams has no field {name!r}{hint}; fields are {', '.join(_names(cls))}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0)
@@ -121,9 +141,30 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             check_number("logit_bias key", token, 0, integer=True)
             check_number(f"logit_bias[{token}]", bias, -1e6, 1e6)
+        self._check_grammar()
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change later
+
+    def _check_grammar(self) -> None:
+        if isinstance(self.json_schema, Mapping):
+            try:
+                object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"json_schema {self.json_schema!r:.80} is not JSON: {error}") from error
+        given = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} cannot both hold: give one of them")
+        for name in given:
+            if not isinstance(text := getattr(self, name), str) or not text:
+                raise ConfigError(f"{name} must be text that is not empty, got {text!r:.80}")
+            if self.ignore_eos:
+                raise ConfigError(f"{name} ends with the model's end token: ignore_eos must be False")
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """Which grammar holds, and its text."""
+        return next(((name, text) for name in GRAMMARS if (text := getattr(self, name)) is not None), None)
 
     @property
     def greedy(self) -> bool:
@@ -256,7 +297,7 @@ class SpeculativeConfig:
             return value
         if not isinstance(value, Mapping):
             raise ConfigError(f"speculative_config must be a dictionary or SpeculativeConfig, got {value!r}")
-        known = [f.name for f in fields(cls)]
+        known = _names(cls)
         for key in value:
             if key not in known:
                 raise ConfigError(f"speculative_config has no field {key!r}; fields are {', '.join(known)}")

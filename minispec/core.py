@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minispec.kv.radix import RadixNode
+    from minispec.sampling.grammar import Constraint
     from minispec.text import TextStream
 
 
@@ -92,6 +93,7 @@ class Request:
     group: str = ""  # what the n completions of one prompt have in common
     index: int = 0  # which of them
     text: TextStream | None = None
+    constraint: Constraint | None = None  # what a grammar lets it write
     on_token: Callable[[TokenEvent], None] | None = None  # called as each token is committed
 
     tokens: list[int] = field(default_factory=list)
@@ -172,6 +174,7 @@ class Row:
     kind: int = 0  # of text, for those who compare drafters: tokens of the longest suffix that the text has said before
     drafts: list[int] = field(default_factory=list)
     q: Tensor | None = None  # [len(drafts), V] what the drafts were drawn from; None: chosen without chance
+    allowed: Tensor | None = None  # bool [1 + len(drafts), V] what a grammar lets stand there and behind; None: all
 
     @property
     def q_len(self) -> int:

@@ -33,6 +33,7 @@ from minispec.kv.pool import KVPool
 from minispec.metrics import EngineMetrics, MetricsRow
 from minispec.runner import Runner
 from minispec.sampling.distribution import needs_processing
+from minispec.sampling.grammar import constrain
 from minispec.sampling.sampler import Judged, Outcome, judge, outcomes
 from minispec.scheduler import Scheduler
 from minispec.speculative.controller import Controller
@@ -266,9 +267,8 @@ class Engine:
         if not step.rows or drafting:
             return False
         places = {row.request: place for place, row in enumerate(before.step.sampled)}
-        for row in step.rows:
-            if row.request in places and needs_processing(row.request.params):  # its history must be known
-                return False
+        if any(row.request in places and needs_processing(row.request.params) for row in step.rows):
+            return False  # its history must be known
         for row in step.rows:
             row.carried = places.get(row.request)
             row.max_drafts = 0
@@ -303,6 +303,7 @@ class Engine:
                 with watch("draft"):
                     self.controller.draft(step)
             with watch("forward"):
+                constrain(step.sampled, self.runner.device)
                 logits = self.runner.forward(step, self.pool.table.slots)
             with watch("verify"):
                 judged = judge(logits, step.sampled, self.verification) if step.sampled else None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from minispec.config import ConfigError, SamplingParams
 from minispec.core import Request, TokenEvent
+from minispec.sampling.grammar import Grammars
 from minispec.sampling.rng import child_seed
 from minispec.text import TextStream
 
@@ -25,6 +26,7 @@ class Intake:
         """Raises ConfigError when the context holds no prompt and output token."""
         self.vocab_size, self.context_length = vocab_size, context_length
         self.eos_ids, self.tokenizer = frozenset(eos_ids), tokenizer
+        self.grammars = Grammars(tokenizer, vocab_size, self.eos_ids)
         self._seeds = random.SystemRandom()
         if context_length < 2:
             raise ConfigError(f"a context of {context_length} tokens cannot hold a prompt and an output token")
@@ -39,7 +41,7 @@ class Intake:
         """The `params.n` completions of a prompt (token ids), named after their group.
 
         Raises ConfigError: empty prompt, an id outside the vocabulary, no room for one output token, stop strings
-        without a tokenizer.
+        without a tokenizer, a grammar that cannot be used.
         """
         prompt = self.check_prompt(prompt)
         self._check_ids("stop_token_ids", params.stop_token_ids)
@@ -59,6 +61,7 @@ class Intake:
                 eos_ids=self.eos_ids,
                 index=index,
                 text=TextStream(self.tokenizer, prompt, params.stop, params.skip_special_tokens),
+                constraint=self.grammars.start(*params.grammar) if params.grammar else None,
                 on_token=on_token,
             )
             for index in range(params.n)

@@ -139,7 +139,8 @@ class LLM:
 
     model: "smollm2-135m" (fetched once, then offline), a folder in Hugging Face layout, a .gguf file, or "org/name".
     dtype: "auto", "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda", "cuda:1".
-    drafter: an object with the `Drafter` protocol instead of the one that speculative_config names.
+    drafter: your own drafter instead of the one that speculative_config names: an object with `propose` and `release`,
+    as `minispec.speculative.drafter.Drafter` describes them. speculative_config says how many drafts it is asked for.
     options: the fields of `minispec.config.EngineConfig`: page_size, max_num_batched_tokens, chunked_prefill_size,
     max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, enable_radix_cache, enable_overlap,
     enable_trace, check_every_step, speculative_config.
@@ -377,7 +378,7 @@ class LLM:
             raise ConfigError(f"the prompt {prompt!r:.80} is not valid Unicode: {error}") from error
         start = self.tokenizer.bos_token
         add_special_tokens &= not (start and prompt.startswith(start))
-        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, verbose=False)
 
     # Care ------------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, README = ROOT / "minispec", ROOT / "README.md"
 MODULE_LIMIT = 400
 ENGINE, COMMANDS = "the engine", "the command line"
-COMMAND_FILES = {"__main__.py", "bench.py", "cli.py", "demo.py", "doctor.py", "launch_server.py", "terminal.py"}
-LIMITS = {ENGINE: 5000, COMMANDS: 800, "course": 1500, "training": 700, "serving": 1000, "lang": 600}
+COMMAND_FILES = {
+    "__main__.py",
+    "bench.py",
+    "bench_serve.py",
+    "cli.py",
+    "demo.py",
+    "doctor.py",
+    "launch_server.py",
+    "terminal.py",
+}
+LIMITS = {ENGINE: 5000, COMMANDS: 850, "course": 1500, "training": 700, "serving": 1000, "lang": 600}
 MARK = "<!-- sizes -->"
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

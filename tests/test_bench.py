@@ -7,9 +7,11 @@ import json
 import pytest
 from tiny_checkpoints import write_tiny_checkpoint
 
-from minispec import bench
+from minispec import LLM, bench, bench_serve
 from minispec.cli import main
 from minispec.config import ConfigError
+from minispec.lang.backends import BackendError
+from minispec.serving.launch import BackgroundServer
 
 
 def test_every_contestant_runs_every_prompt_in_every_round_in_turn():
@@ -72,3 +74,105 @@ def test_steering_is_compared_with_every_fixed_length(tmp_path, capsys):
 
 def test_fixed_lengths_to_compare_with():
     assert [bench._lengths(k) for k in (1, 4, 7)] == [[0, 1], [0, 1, 2, 4], [0, 1, 2, 4, 7]]
+
+
+# Under load --------------------------------------------------------------------------------------------------------
+
+
+def answer(due: float, times: list[float], **meta: float) -> bench_serve.Answer:
+    meta = {"prompt_tokens": 10, "cached_tokens": 4, "completion_tokens": 4, "spec_num_correct_drafts": 1,
+            "spec_num_proposed_drafts": 4, "spec_verify_ct": 2, "spec_accept_length": 1.5} | meta  # fmt: skip
+    return bench_serve.Answer(due, times, meta)
+
+
+def test_the_figures_of_known_answers():
+    first = [answer(0.0, [0.1, 0.4, 1.0]), answer(1.0, [1.3, 2.0], completion_tokens=6, spec_verify_ct=0)]
+    second = [answer(5.0, [5.2, 6.0], cached_tokens=10), bench_serve.Answer(5.5)]
+    figures = bench_serve.summary([first, second])
+    assert figures["tokens_per_second"] == pytest.approx((10 / 2 + 4 / 1) / 2), "the median of the rounds"
+    assert figures["ttft_ms"] == {"p50": 200, "p99": 300}, "from the moment it was due"
+    assert figures["tpot_ms"] == {"p50": pytest.approx(800 / 3, abs=0.01), "p99": 300}
+    assert figures["itl_ms"] == {"p50": 600, "p99": 800}
+    assert figures["cached_share"] == pytest.approx(18 / 30)
+    assert (figures["acceptance_rate"], figures["acceptance_length"]) == (3 / 12, 6 / 4)
+    assert (figures["completed"], figures["failed"]) == (3, 1)
+    nothing = bench_serve.summary([[bench_serve.Answer(0.0)]])
+    assert (nothing["tokens_per_second"], nothing["failed"], nothing["ttft_ms"]["p99"]) == (0, 1, 0)
+
+
+class StubEndpoint:
+    """A server that notes what it is sent."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def post(self, path: str, body: dict):
+        sent.append((self.url, path, body.get("text")))
+        if body.get("text") == "bad":
+            raise BackendError("no")
+        yield {"meta_info": {"completion_tokens": 0}}
+        yield {"meta_info": answer(0, []).meta}
+
+
+sent: list[tuple] = []
+
+
+def test_every_server_gets_the_same_requests_and_an_empty_cache(monkeypatch, capsys):
+    monkeypatch.setattr(bench_serve, "RuntimeEndpoint", StubEndpoint)
+    gaps = []
+    real = bench_serve.load
+    monkeypatch.setattr(
+        bench_serve, "load", lambda u, p, g, n: gaps.append((u, tuple(p), tuple(g))) or real(u, p, g, n)
+    )
+    sent.clear()
+    urls = {"plain": "A", "mtp": "B"}
+    rows = bench_serve.bench_serve(urls, ["x", "bad"], rates=[200, 1000], requests=12, max_tokens=4, rounds=2)
+    assert [(row["rate"], row["server"]) for row in rows] == [
+        (200, "plain"),
+        (200, "mtp"),
+        (1000, "plain"),
+        (1000, "mtp"),
+    ]
+    loads = gaps[2:]  # two have warmed up
+    assert [url for url, *_ in loads] == ["A", "B"] * 4
+    pairs = list(zip(loads[::2], loads[1::2], strict=True))
+    assert all(a[1:] == b[1:] for a, b in pairs) and len({a[2] for a, _ in pairs}) == 4
+    mean = sum(sum(a[2]) / 12 for a, _ in pairs[::2]) / 2
+    assert 0.5 / 200 < mean < 2 / 200, "the rate is the one asked for"
+    assert [entry for entry in sent if entry[1] == "/flush_cache"] == [(u, "/flush_cache", None) for u in "ABABABAB"]
+    for row in rows:
+        assert row["failed"] + row["completed"] == 24 and 0 < row["failed"] < 24
+    for name, value in (("requests", 0), ("rounds", 0), ("max_tokens", 0), ("rates", [0])):
+        given = {"rates": [1], "requests": 1, "max_tokens": 1, "rounds": 1} | {name: value}
+        with pytest.raises(ConfigError, match=name.removesuffix("s")):
+            bench_serve.bench_serve(urls, ["x"], **given)
+    assert capsys.readouterr().out.count("\n") == 6
+
+
+def test_real_servers_under_load(tmp_path):
+    model = str(write_tiny_checkpoint(tmp_path, "llama"))
+    drafts = {"draft_model": "ngram", "ngram_min": 1, "adaptive": False}
+    options = {"dtype": "float32", "kv_cache_tokens": 2048}
+    with BackgroundServer(LLM(model, **options)) as plain:
+        with BackgroundServer(LLM(model, **options, speculative_config=drafts)) as drafting:
+            urls, prompts = {"plain": plain.url, "ngram": drafting.url}, ["some words", "other words", "some words too"]
+            rows = bench_serve.bench_serve(urls, prompts, rates=[50, 100], requests=5, max_tokens=24, rounds=1)
+    assert [(row["rate"], row["server"]) for row in rows] == [(r, s) for r in (50, 100) for s in urls]
+    for row in rows:
+        assert row["completed"] == 5 and row["failed"] == 0 and row["tokens_per_second"] > 0
+        assert 0 < row["ttft_ms"]["p50"] <= row["ttft_ms"]["p99"] and row["itl_ms"]["p50"] > 0
+        assert (row["server"] == "plain") == (row["acceptance_length"] == 0)
+
+
+def test_the_command_starts_a_server_and_writes_json(tmp_path, capsys):
+    model, out = str(write_tiny_checkpoint(tmp_path, "llama")), tmp_path / "out.json"
+    command = ["bench", "serve", "--model", model, "--dtype", "float32", "--drafts", "", "--rates", "50"]
+    assert main([*command, "--requests", "2", "--max-tokens", "8", "--rounds", "1", "--json", str(out)]) == 0
+    [row] = json.loads(out.read_text())
+    assert (row["server"], row["rate"], row["completed"]) == ("plain", 50, 2)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path, capsys):
+    assert main(["bench", "serve", "--model", str(tmp_path / "nothing"), "--drafts", ""]) == 2
+    assert "the server plain has not started" in capsys.readouterr().err

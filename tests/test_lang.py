@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -338,6 +339,25 @@ def test_turns_that_cannot_stand_where_they_are_are_refused():
         sgl.function(lambda s: s.__iadd__(mark + sgl.gen())).run(backend=dropping)
 
 
+def test_what_gen_writes_can_be_constrained(backend, runtime):
+    @sgl.function
+    def form(s):
+        s += "a " + sgl.gen("day", regex="(Mon|Tues|Sun)day") + " " + sgl.gen("number", dtype=int, max_tokens=4)
+        s += sgl.gen("data", json_schema='{"type": "array", "items": {"type": "boolean"}, "maxItems": 2}')
+
+    s = form.run(temperature=1, seed=5)
+    assert s["day"] in ("Monday", "Tuesday", "Sunday") and re.fullmatch("-?[0-9]*", s["number"])
+    assert isinstance(json.loads(s["data"]), list)
+    assert s.get_meta_info("day")["finish_reason"]["type"] == "stop"
+    with pytest.raises(ConfigError, match="regex '.' cannot be used"):
+        sgl.function(lambda s: s.__iadd__("a " + sgl.gen("b", regex="("))).run()
+
+
+def test_an_empty_regex_is_refused_and_does_not_hang(backend):
+    with pytest.raises(ConfigError, match="regex must be text that is not empty"):
+        complete.run(start="x", regex="")
+
+
 def test_a_rendered_start_token_is_not_doubled(runtime):
     llm = runtime.llm
     tokenizer = llm.tokenizer
@@ -575,11 +595,11 @@ def test_a_request_that_comes_while_the_runtime_shuts_down_is_refused_and_leaves
 
 
 def test_what_cannot_be_carried_out_is_refused_in_one_sentence():
-    for name, value in (("regex", ""), ("regex", "[0-9]+"), ("json_schema", "{}"), ("dtype", int)):
-        with pytest.raises(ConfigError, match=f"{name}= asks for constrained decoding, which minispec does not have"):
-            sgl.gen("a", **{name: value})
     for call, message in (
         (lambda: sgl.gen("a", n=2), "n=2: fork"),
+        (lambda: sgl.gen("a", dtype=list), "dtype must be int, float, bool or str"),
+        (lambda: sgl.gen("a", dtype=[]), "dtype must be int, float, bool or str"),
+        (lambda: sgl.gen("a", dtype=int, regex="a"), "without a regex beside it"),
         (lambda: sgl.gen("a", temprature=1), "no argument 'temprature'"),
         (lambda: sgl.gen("a") + 3, "cannot take 3"),
         (lambda: 3 + sgl.user("a"), "cannot take 3"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from minispec.config import SamplingParams
+from minispec.config import ConfigError, SamplingParams
 from minispec.sampling import distribution
 from minispec.sampling.distribution import (
     LogitRow,
@@ -356,3 +356,12 @@ def test_logprobs_of_bfloat16_logits_are_computed_in_float32():
 def test_as_many_top_logprobs_as_asked_and_as_there_are(top, columns):
     _, top_ids, top_values = token_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]), top)
     assert top_ids.shape == top_values.shape == (2, columns)
+
+
+@pytest.mark.parametrize(
+    ("name", "fragment"),
+    [("max_new_tokens", "called max_tokens here"), ("tempreature", "no field 'tempreature'; fields are temperature")],
+)
+def test_an_unknown_parameter_is_refused_with_the_right_name(name: str, fragment: str) -> None:
+    with pytest.raises(ConfigError, match=fragment):
+        SamplingParams(**{name: 3})

@@ -42,7 +42,7 @@ from minispec.core import TokenLogprob
 from minispec.serving.api import ServerSettings
 from minispec.serving.engine_thread import EngineThread, TimedOut, Unavailable, Update
 from minispec.serving.launch import BackgroundServer, add_flags, bind, engine_options, speculative_options
-from minispec.serving.metrics import snapshot
+from minispec.serving.metrics import ServerMetrics, snapshot
 from minispec.serving.schema import NOT_CARRIED_OUT, ChatRequest, CompletionRequest, GenerateRequest
 
 KEY = "a key"
@@ -465,14 +465,23 @@ BAD_REQUESTS = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, 400, "images"),
     ("/v1/chat/completions", {"messages": [CHAT[0] | {"tool_calls": [{}]}]}, 400, "tool_calls"),
     ("/v1/chat/completions", {"messages": CHAT, "tools": [{}]}, 400, "tools is not supported"),
-    ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "xml"}}, 400, "json_object, json_schema"),
+    ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "json_schema"}}, 400, "response_format"),
+    ("/v1/chat/completions", {"messages": CHAT, "response_format": "json"}, 400, "response_format"),
+    ("/v1/chat/completions", {"messages": CHAT, "guided_json": {"type": "x"}}, 400, "Invalid type: x"),
+    ("/v1/chat/completions", {"messages": CHAT, "guided_regex": "a", "regex": "b"}, 400, "regex is asked for twice"),
+    ("/v1/completions", {"prompt": "x", "guided_choice": []}, 400, "choice"),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"structural_tag": "a"}}, 400, "structural_tag"),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": 3}, 400, "structured_outputs must be an object"),
+    ("/v1/completions", {"prompt": "x", "regex": "(("}, 400, "unclosed group"),
+    ("/v1/completions", {"prompt": "x", "regex": "a", "ebnf": "b"}, 400, "regex and ebnf"),
     ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "logprobs to be true"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 600}]}, 400, "context limit is 512"),
     ("/generate", {}, 400, "text or input_ids"),
     ("/generate", {"text": "x", "input_ids": [1]}, 400, "text or input_ids"),
     ("/generate", {"text": []}, 400, "empty"),
     ("/generate", {"input_ids": []}, 400, "empty"),
-    ("/generate", {"text": "x", "sampling_params": {"regex": "a"}}, 400, "regex"),
+    ("/generate", {"text": "x", "sampling_params": {"regex": "a{3,1}"}}, 400, "regex"),
     ("/generate", {"text": "x", "sampling_params": [{}, {}]}, 400, "1 prompts and 2"),
     ("/generate", {"text": "x", "return_logprob": True, "top_logprobs_num": 200}, 400, "logprobs"),
     ("/generate", {"text": "x", "rid": 5}, 400, "rid"),
@@ -679,6 +688,45 @@ def test_the_engine_thread_needs_no_http(folder: str) -> None:
     assert_idle(llm.engine)
 
 
+def test_replies_wait_for_no_step_and_a_bad_neighbour_costs_nothing(folder: str) -> None:
+    llm = tiny_llm(folder)
+    gate, counts = Gate(llm), ServerMetrics()
+
+    async def alone() -> None:
+        engine = EngineThread(llm, max_queued=4, timeout=60, on_finish=counts.observe)
+        engine.start()
+        try:
+            prompts = [([5, 6], SamplingParams(max_tokens=2, ignore_eos=True))]
+            first = await asyncio.wait_for(engine.submit("same", prompts), 10)  # the step that follows is held
+            with pytest.raises(ConfigError, match="already running"):
+                await asyncio.wait_for(engine.submit("same", prompts), 10)
+            gate.open()
+            [whole] = await asyncio.wait_for(first.whole(), 10)
+            assert len(whole.token_ids) == 2
+            blocked = threading.Event()
+            calls = [asyncio.create_task(engine.call(lambda llm: blocked.wait(10)))]
+            calls += [asyncio.create_task(engine.call(lambda llm: 5)) for _ in range(2)]
+            await asyncio.sleep(0)
+            calls[1].cancel()  # nobody waits for it, and the answer behind it must still come
+            blocked.set()
+            assert await asyncio.wait_for(calls[2], 10) == 5
+        finally:
+            gate.open()
+            engine.stop()
+
+    asyncio.run(alone())
+
+
+def test_a_request_that_ends_without_a_token_counts_as_ended(folder: str) -> None:
+    llm, counts = tiny_llm(folder), ServerMetrics()
+    [request] = llm.engine.add([5, 6], SamplingParams())
+    llm.abort(request.id)
+    counts.observe(request)
+    count = counts._registry.get_sample_value
+    assert count("minispec:time_to_first_token_seconds_count") == 0
+    assert count("minispec:e2e_request_latency_seconds_count") == 1
+
+
 def test_abort_request_ends_it_by_its_id(folder: str) -> None:
     llm = tiny_llm(folder)
     gate = Gate(llm)
@@ -818,7 +866,7 @@ JSON = st.recursive(
 NAMES = st.sampled_from(
     [*SamplingParams.__dataclass_fields__, *NOT_CARRIED_OUT, "model", "stream", "stream_options", "top_logprobs",
      "text", "input_ids", "sampling_params", "rid", "return_logprob", "max_completion_tokens", "prompt",
-     "messages", "x"]
+     "messages", "x", "response_format", "guided_choice", "structured_outputs"]
 )  # fmt: skip
 GOOD_VALUES = {"prompt": "x", "messages": CHAT, "text": "x", "model": "tiny", "max_tokens": 2, "n": 2, "stream": True}
 
@@ -1047,6 +1095,69 @@ def test_settings_have_limits() -> None:
     for name, value in wrong.items():
         with pytest.raises(ConfigError, match=name):
             ServerSettings("tiny", **{name: value})
+
+
+# Grammars ----------------------------------------------------------------------------------------------------------
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}},
+    "required": ["ok"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"json_schema": SCHEMA},
+        {"guided_json": SCHEMA},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"regex": r'\{"ok": (true|false)\}'},
+        {"guided_choice": ['{"ok": true}', '{"ok": false}']},
+        {"structured_outputs": {"choice": ['{"ok": true}', '{"ok": false}'], "regex": None}},
+        {"guided_grammar": r'root ::= "{\"ok\": " ("true" | "false") "}"'},
+    ],
+)
+def test_every_spelling_of_a_grammar_constrains_the_answer(server: Running, given: dict[str, Any]) -> None:
+    body = {"messages": CHAT, "max_tokens": 60, "temperature": 1, "seed": 1, "n": 3} | given
+    whole = server.post("/v1/chat/completions", body).json()["choices"]
+    assert all(set(json.loads(choice["message"]["content"])) == {"ok"} for choice in whole)
+    assert {choice["finish_reason"] for choice in whole} == {"stop"}
+    *chunks, _ = events(server.post("/v1/chat/completions", body | {"stream": True}).text)
+    for choice in whole:
+        mine = [c["choices"][0]["delta"] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(delta.get("content", "") for delta in mine) == choice["message"]["content"]
+
+
+def test_any_object_and_the_form_of_generate(server: Running) -> None:
+    form = {"type": "json_object"}
+    got = server.openai.chat.completions.create(model="tiny", messages=CHAT, response_format=form, seed=3, max_tokens=9)
+    assert got.choices[0].message.content.startswith("{")
+    sampling = {"json_schema": json.dumps(SCHEMA), "max_new_tokens": 60}
+    answer = server.post("/generate", {"text": "x", "sampling_params": sampling}).json()
+    assert set(json.loads(answer["text"])) == {"ok"}
+
+
+def test_the_engine_does_not_wait_while_a_grammar_is_compiled(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, reached, go = server.llm.engine.intake.grammars, threading.Event(), threading.Event()
+    compile = grammars.compile
+
+    def slowly(*grammar: str) -> Any:
+        reached.set()
+        assert go.wait(20)
+        return compile(*grammar)
+
+    monkeypatch.setattr(grammars, "compile", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.post, "/v1/completions", {"prompt": "x", "regex": "ab"})
+        assert reached.wait(20)
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 3}).status_code == 200
+        assert server.http.get("/health").status_code == 200
+        go.set()
+        assert waiting.result().json()["choices"][0]["text"] == "ab"
 
 
 # What the prompting language needs ---------------------------------------------------------------------------------

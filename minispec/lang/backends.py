@@ -29,10 +29,9 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from minispec.config import ConfigError, SamplingParams
+from minispec.config import SGLANG_NAMES, ConfigError, SamplingParams
 from minispec.core import Request
 from minispec.lang.choices import start_of_choices
-from minispec.lang.expressions import SGLANG_NAMES
 from minispec.lang.program import Dicts, Variable
 
 NAMES = {ours: theirs for theirs, ours in SGLANG_NAMES.items()}
@@ -63,6 +62,8 @@ class Runtime:
             self._queue_step()
             return request
 
+        if params.grammar:  # slow, and nobody else should wait for it
+            self.llm.engine.intake.grammars.compile(*params.grammar)
         request = self._thread.submit(add).result()
         job.on_cancel(lambda: self._thread.submit(self.llm.abort, request.id))
         while (event := events.get()).finish_reason is None:
@@ -141,7 +142,7 @@ class RuntimeEndpoint:
     def render(self, messages: Dicts, *, add_generation_prompt: bool) -> str:
         """See `Backend`. Raises ConfigError when the template refuses the conversation, or BackendError."""
         body = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return next(self._post("/apply-template", body))["prompt"]
+        return next(self.post("/apply-template", body))["prompt"]
 
     def generate(self, text: str, params: SamplingParams, job: Variable) -> tuple[str, dict[str, Any]]:
         """See `Backend`. Raises ConfigError for what the server refuses, or BackendError."""
@@ -151,7 +152,7 @@ class RuntimeEndpoint:
         body = {"text": text, "sampling_params": sampling, "stream": True}
         body |= {} if top is None else {"return_logprob": True, "top_logprobs_num": top}
         shown, answer = 0, {"text": "", "meta_info": {}}
-        for answer in self._post("/generate", body, job):
+        for answer in self.post("/generate", body, job):
             job.emit(answer["text"][shown:])
             shown = len(answer["text"])
         return answer["text"], answer["meta_info"]
@@ -159,18 +160,18 @@ class RuntimeEndpoint:
     def score(self, text: str, choices: Sequence[str], job: Variable) -> list[list[float]]:
         """See `Backend`. Raises ConfigError for what the server refuses, or BackendError."""
         body = {"text": text, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-        first = next(self._post("/generate", body, job))  # says how long the prompt is, and leaves it in the cache
+        first = next(self.post("/generate", body, job))  # says how long the prompt is, and leaves it in the cache
         tail = max(0, first["meta_info"]["prompt_tokens"] - TAIL)
         body |= {"text": [text, *(text + choice for choice in choices)]}
         body |= {"return_logprob": True, "logprob_start_len": tail}
-        [answers] = self._post("/generate", body, job)
+        [answers] = self.post("/generate", body, job)
         entries = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
         prompt, *full = ([entry[1] for entry in its] for its in entries)
         start = start_of_choices(prompt, full)
         return [[entry[0] for entry in its[start:]] for its in entries[1:]]
 
-    def _post(self, path: str, body: dict[str, Any], job: Variable | None = None) -> Iterator[Any]:
-        """The answer, or the events of an answer that is a stream."""
+    def post(self, path: str, body: dict[str, Any], job: Variable | None = None) -> Iterator[Any]:
+        """The answer, or the events of an answer that is a stream. Raises as `generate` does."""
         connection = self._connection()
         try:
             connection.connect()

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from minispec.config import ConfigError, SamplingParams
+from minispec.config import SGLANG_NAMES, ConfigError, SamplingParams
 from minispec.lang.choices import ChoicesMethod, token_length_normalized
 
-SGLANG_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-SAMPLING_NAMES = {*SGLANG_NAMES, "return_logprob", "top_logprobs_num", *(f.name for f in fields(SamplingParams))}
+OTHER_NAMES = ("dtype", "return_logprob", "top_logprobs_num")
+SAMPLING_NAMES = {*SGLANG_NAMES, *OTHER_NAMES, *(f.name for f in fields(SamplingParams))}
+# What gen(dtype=...) writes, as a regular expression.
+DTYPES = {int: "-?[0-9]+", float: r"-?[0-9]+\.[0-9]+", bool: "True|False", str: r'"[^"\n]*"'}
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,14 @@ def parts_of(value: Any) -> tuple[Part, ...]:
 def sampling_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams out of keyword arguments, under our names or SGLang's; None means not given.
 
-    Raises ConfigError for unknown names, for n other than 1, and for regex, json_schema and dtype.
+    Raises ConfigError for unknown names, for n other than 1, and for a dtype that is not one of DTYPES.
     """
     given = {name: value for name, value in given.items() if value is not None}
+    if (kind := given.pop("dtype", None)) is not None:
+        if not isinstance(kind, type) or kind not in DTYPES or "regex" in given:
+            raise ConfigError(f"dtype must be int, float, bool or str, without a regex beside it; got {kind!r:.80}")
+        given["regex"] = DTYPES[kind]
     for name in given:
-        if name in ("regex", "json_schema", "dtype"):
-            raise ConfigError(f"{name}= asks for constrained decoding, which minispec does not have; choices= may do")
         if name not in SAMPLING_NAMES:
             raise ConfigError(f"gen has no argument {name!r}; it takes {', '.join(sorted(SAMPLING_NAMES))}")
     if given.get("n", 1) != 1:

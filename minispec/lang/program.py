@@ -289,6 +289,8 @@ class ProgramState:
     def text_iter(self, name: str | None = None) -> Iterator[str]:
         """The text of one variable, or all text, in pieces as they come (`run(stream=True)` returns at once).
 
+        All text begins with the prompt, in the marks of the chat template if it is a conversation; with a name there is
+        only what the model writes.
         Pieces of all text add up to `text()`, unless the chat template writes a finished turn another way than it
         was generated. Raises the error of the run where it happened.
         """

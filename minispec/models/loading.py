@@ -180,7 +180,8 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_FILES_UNUSED))
     except Exception as error:  # hub, network and file errors share no base class
         reason = str(error).strip().split("\n")[0]
-        raise ModelLoadError(f"cannot fetch {name!r} from the Hugging Face hub: {reason}") from error
+        hint = f"(without a network, give a folder, a .gguf file or {EMBEDDED_MODEL!r})"
+        raise ModelLoadError(f"cannot fetch {name!r} from the Hugging Face hub: {reason} {hint}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """From logits to the target distribution p, and from p to a token.
 
     raw logits --process_logits--> logits --probabilities--> p --sample--> token id
-        penalties, bias, min_tokens    temperature, top_k, top_p, min_p
+        penalties, bias, min_tokens,   temperature, top_k, top_p, min_p
+        grammar
 
 Every row is one position of one request and is treated by itself: the same logits, parameters and history give
 the same bits of p in any batch. A row inside a drafted run is an ordinary row whose history includes the draft
@@ -36,23 +37,24 @@ class LogitRow:
     """What the logits of one position depend on besides the model.
 
     output: committed output tokens and then the draft tokens before this position, each once.
-    stop_ids: ids that may not be chosen before params.min_tokens output tokens.
+    stop_ids: ids that may not be chosen before params.min_tokens output tokens. allowed: bool [V], by the grammar.
     """
 
     params: SamplingParams
     prompt: Sequence[int]
     output: Sequence[int]
     stop_ids: frozenset[int] = frozenset()
+    allowed: Tensor | None = None
 
 
 def needs_processing(params: SamplingParams) -> bool:
     """True when `process_logits` can change a row with these parameters, so that it must know the row's history."""
     penalty = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    return penalty or bool(params.logit_bias) or params.min_tokens > 0
+    return penalty or bool(params.logit_bias) or params.min_tokens > 0 or params.grammar is not None
 
 
 def process_logits(logits: Tensor, rows: Sequence[LogitRow | None]) -> Tensor:
-    """Apply penalties, logit_bias and the min_tokens mask: float32 [R, V], R rows -> [R, V].
+    """Apply penalties, logit_bias, the min_tokens mask and the grammar: float32 [R, V], R rows -> [R, V].
 
     A row given as None, or whose parameters need nothing, stays as it is. The input is never written to (the raw
     logits still serve for logprobs); it is returned itself when no row needs a change. logit_bias ids must be < V.
@@ -81,6 +83,8 @@ def _process_row(x: Tensor, row: LogitRow) -> None:
     if len(row.output) < params.min_tokens:
         # A tokenizer may name end tokens that the model has no logit for; a negative id must not wrap around.
         x[_index([i for i in row.stop_ids if 0 <= i < x.shape[0]], x)] = -torch.inf
+    if row.allowed is not None:
+        x.masked_fill_(~row.allowed, -torch.inf)
 
 
 def _index(ids: Iterable[int], x: Tensor) -> Tensor:

@@ -145,8 +145,8 @@ def _histories(rows: Sequence[Row]) -> list[LogitRow | None]:
             histories += [None] * row.num_logits
             continue
         for j in range(row.num_logits):
-            output = request.output + row.drafts[:j]
-            histories.append(LogitRow(request.params, request.prompt, output, request.stop_ids))
+            output, allowed = request.output + row.drafts[:j], None if row.allowed is None else row.allowed[j]
+            histories.append(LogitRow(request.params, request.prompt, output, request.stop_ids, allowed))
     return histories
 
 

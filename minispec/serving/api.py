@@ -283,12 +283,18 @@ class Server:
     ) -> Submission:
         self.engine.check_alive()
         self.engine.check_room(sum(p.n for p in params))  # before the work of encoding
-        ids = await asyncio.to_thread(lambda: [self.llm.encode(prompt) for prompt in prompts])
+        ids = await asyncio.to_thread(self._prepare, prompts, params)
         submission = await self.engine.submit(id, list(zip(ids, params, strict=True)))
         watcher = asyncio.create_task(self._watch(http, submission))
         self._watchers.add(watcher)  # the loop alone would not keep it
         watcher.add_done_callback(self._watchers.discard)
         return submission
+
+    def _prepare(self, prompts: list[Any], params: Sequence[SamplingParams]) -> list[list[int]]:
+        """What takes a while, and neither the event loop nor the engine should wait for: token ids; grammars."""
+        for grammar in {p.grammar for p in params} - {None}:
+            self.llm.engine.intake.grammars.compile(*grammar)
+        return [self.llm.encode(prompt) for prompt in prompts]
 
     async def _watch(self, http: HTTPRequest, submission: Submission) -> None:
         """Abort what still runs when the client has gone; an answer that is complete ends the wait as well."""

@@ -11,6 +11,7 @@ Knows: field names, shapes of answers. Does not know: HTTP, the engine. Used in 
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, create_model, model_validator
 
-from minispec.config import ConfigError, SamplingParams
+from minispec.config import SGLANG_NAMES, ConfigError, SamplingParams
 from minispec.core import Request
 from minispec.llm import as_list
 from minispec.metrics import RequestMetrics
@@ -33,11 +34,17 @@ NOT_CARRIED_OUT: dict[str, Sequence[Any]] = {
     "audio": (), "prediction": (), "web_search_options": (),
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
     "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "modalities": (["text"],),
     "best_of": (1,), "echo": (False,), "suffix": ("",), "store": (False,),
 }  # fmt: skip
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")  # change no answer
-SGLANG_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+# What response_format.type may be, and the schema of it. Other names of the grammars, as vLLM's clients give them.
+RESPONSE_FORMATS = {
+    "text": lambda given: None,
+    "json_object": lambda given: {"type": "object"},
+    "json_schema": lambda given: given["json_schema"]["schema"],
+}
+GUIDED = {"json": "json_schema", "regex": "regex", "grammar": "ebnf", "choice": "regex"}
 
 
 class Body(BaseModel):
@@ -74,7 +81,7 @@ class OpenAIRequest(SamplingFields):
         for name, harmless in NOT_CARRIED_OUT.items():
             if data.get(name) is not None and data[name] not in harmless:
                 raise ValueError(f"{name} is not supported by this server")
-        return {k: v for k, v in data.items() if k not in NOT_CARRIED_OUT and k not in LABELS}
+        return _grammars({k: v for k, v in data.items() if k not in NOT_CARRIED_OUT and k not in LABELS})
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> OpenAIRequest:
@@ -289,15 +296,40 @@ def _speculation(metrics: RequestMetrics) -> dict[str, Any]:
 
 
 def _sampling_params(values: dict[str, Any]) -> SamplingParams:
-    for name in values:
-        if name not in SAMPLING_FIELDS:
-            raise ConfigError(f"sampling_params has no field {name!r}; fields are {', '.join(SAMPLING_FIELDS)}")
     if isinstance(bias := values.get("logit_bias"), Mapping):  # the keys of a JSON object are text
         try:
             values = values | {"logit_bias": {int(token): value for token, value in bias.items()}}
         except ValueError as error:
             raise ConfigError(f"the keys of logit_bias must be token ids: {error}") from error
     return SamplingParams(**values)
+
+
+def _grammars(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a body with response_format, guided_* and structured_outputs as fields of SamplingParams."""
+    asked = data.pop("structured_outputs", {})
+    if not isinstance(asked, dict):
+        raise ValueError(f"structured_outputs must be an object, got {asked!r:.80}")
+    asked = asked | {name: data.pop(f"guided_{name}") for name in GUIDED if data.get(f"guided_{name}") is not None}
+    given = [(GUIDED.get(name, name), _one_of(value) if name == "choice" else value) for name, value in asked.items()]
+    if (form := data.pop("response_format", None)) is not None:
+        try:
+            given.append(("json_schema", RESPONSE_FORMATS[form["type"]](form)))
+        except (KeyError, TypeError) as error:
+            kinds = ", ".join(RESPONSE_FORMATS)
+            raise ValueError(f"response_format must have a type of {kinds} and its schema; got {form!r:.80}") from error
+    for name, value in given:
+        if value is not None:
+            if name in data:
+                raise ValueError(f"{name} is asked for twice")
+            data[name] = value
+    return data
+
+
+def _one_of(texts: Any) -> str:
+    """The regex of a choice."""
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"a choice must be a list of texts that are not empty, got {texts!r:.80}")
+    return "|".join(re.escape(text) for text in texts)
 
 
 def _message(message: dict[str, Any]) -> dict[str, str]:
