@@ -21,7 +21,7 @@ from minispec.config import ConfigError
 from minispec.course.check.toys import FaultyDrafter
 from minispec.metrics import MetricsRow
 from minispec.speculative import controller as rules
-from minispec.speculative.costs import Acceptance, RowCost, bucket
+from minispec.speculative.costs import Acceptance, StepCost, bucket
 from minispec.speculative.drafter import Proposal
 from minispec.speculative.ngram import NgramDrafter
 
@@ -142,7 +142,7 @@ def test_a_bad_wish_of_a_request_is_refused(fields):
 
 
 def test_row_cost_follows_what_is_measured_and_forgets():
-    cost = RowCost()
+    cost = StepCost()
     assert not cost.known
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -156,14 +156,14 @@ def test_row_cost_follows_what_is_measured_and_forgets():
 
 
 def test_row_cost_learns_a_step_that_no_line_has():
-    cost, true = RowCost(), {1: 50, 2: 90, 3: 110, 4: 110, 5: 112}
+    cost, true = StepCost(), {1: 50, 2: 90, 3: 110, 4: 110, 5: 112}
     for n in range(200):
         cost.record(1 + n % 5, true[1 + n % 5])
     assert cost.seconds(np.array(list(true))) == pytest.approx(list(true.values()), rel=0.05)
 
 
 def test_row_cost_ignores_the_first_forwards_and_is_not_carried_away_by_one():
-    cost = RowCost()
+    cost = StepCost()
     for seconds in (900, 700, *[30] * 20):
         cost.record(1, seconds)
     assert cost.seconds(np.array([1])) == pytest.approx([30])
@@ -172,7 +172,7 @@ def test_row_cost_ignores_the_first_forwards_and_is_not_carried_away_by_one():
 
 
 def test_row_cost_with_one_size_assumes_some_cost_of_a_row_and_never_less_for_more_rows():
-    cost = RowCost()
+    cost = StepCost()
     for _ in range(20):
         cost.record(4, 32.0)
     one, four, many = cost.seconds(np.array([1, 4, 36]))

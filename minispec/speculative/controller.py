@@ -7,7 +7,7 @@ So a step with B decoding requests and n draft tokens, the most promising ones f
     (B + S of the n tokens) / (T(rows + n) + depth * D(drafting requests))        tokens per second
 
 and the controller takes the n and the depth at which that is highest, or no drafts. T and D are measured
-(costs.RowCost), S is the windowed acceptance of the request and of all text of its kind (costs.Acceptance). Candidate
+(costs.StepCost), S is the windowed acceptance of the request and of all text of its kind (costs.Acceptance). Candidate
 length, fall-back, the choice between two drafters and what a full batch can bear are one decision. Limits of
 `SpeculativeConfig` come on top, each with its own name in `metrics.choices`:
 
@@ -39,7 +39,7 @@ import numpy as np
 from minispec.config import MAX_CANDIDATE_LENGTH, SpeculativeConfig
 from minispec.core import Request, Row, Step
 from minispec.metrics import EngineMetrics, SpeculationCounts
-from minispec.speculative.costs import Acceptance, RowCost
+from minispec.speculative.costs import Acceptance, StepCost
 from minispec.speculative.drafter import Drafter
 from minispec.speculative.guard import Draft, Guard
 from minispec.speculative.ngram import NgramDrafter
@@ -56,6 +56,8 @@ EXPLORE = 16  # steps with drafts after which one has a draft more for each; ver
 SWITCH_ON, SWITCH_OFF = 1.03, 0.99  # gain over plain decoding that starts drafting, or lets it go on
 BATCH_CALM = 16  # steps in a row that the batch must be small again before drafting goes on
 FIRST_GUESS, PRIOR_WEIGHT = 0.7, 4  # chance of a draft before any was judged, and the verifications it counts like
+BONUS = 1.0
+TRIED = 2
 KIND_WINDOW = 64  # verifications of all requests, for each drafter and kind of text
 KIND_WEIGHT = 16  # verifications that a request must have had before they count as much as those of its kind of text
 
@@ -91,7 +93,7 @@ class Controller:
         models = [guard for guard in guards if guard not in copies]
         assert len(copies) <= 1 and len(models) <= 1, "one n-gram drafter and one other at most"
         self.copier, self.model = (copies or [None])[0], (models or [None])[0]
-        self.target_cost, self.draft_cost = RowCost(), RowCost()
+        self.target_cost, self.draft_cost = StepCost(), StepCost()
         self._states: dict[Request, _State] = {}
         self._kinds: dict[tuple[str, int], Acceptance] = {}
         self._ended: list[Request] = []  # requests that drafters may still know
@@ -141,8 +143,8 @@ class Controller:
         caps = [min(row.max_drafts, self._state(row.request).longest, _wish(row)) for row in open_rows]
         copies = self._look_up(open_rows, caps)
         if self.config.adaptive:
-            other_rows = step.num_tokens - len(rows)
-            lengths = self._by_gain(open_rows, caps, copies, budget, len(rows), other_rows)
+            other_rows, context = step.num_tokens - len(rows), sum(row.kv_len for row in step.rows)
+            lengths = self._by_gain(open_rows, caps, copies, budget, len(rows), other_rows, context)
         else:
             lengths = self._fixed(open_rows, caps, copies)
         for row, length, (tokens, q) in zip(open_rows, lengths, copies, strict=True):
@@ -211,7 +213,14 @@ class Controller:
         return lengths
 
     def _by_gain(
-        self, rows: Sequence[Row], caps: Sequence[int], copies: Sequence[Draft], budget: int, batch: int, other: int
+        self,
+        rows: Sequence[Row],
+        caps: Sequence[int],
+        copies: Sequence[Draft],
+        budget: int,
+        batch: int,
+        other: int,
+        context: int,
     ) -> list[int]:
         """The lengths with the most expected tokens per second; see the module's head."""
         model_on, most = self.model is not None and self.model.on, max(caps)
@@ -228,7 +237,7 @@ class Controller:
             return [0] * len(rows)
         explored = [self._explores(row) and copied[b].any() and drawn[b].any() for b, row in enumerate(rows)]
         from_model = (drawn.sum(1) > copied.sum(1)) ^ np.array(explored)
-        plain, best, places = self._best(copied, drawn, from_model, budget, batch, other)
+        plain, best, places = self._best(copied, drawn, from_model, budget, batch, other, context)
         gaining = best >= (SWITCH_OFF if self._drafting else SWITCH_ON) * plain
         probing = not gaining and self._since_switch >= self._probe_after
         if gaining != self._drafting:
@@ -242,7 +251,8 @@ class Controller:
         probing = probing or more
         lengths = []
         for b, (row, cap) in enumerate(zip(rows, caps, strict=True)):
-            length = int(places[b]) + more if gaining else 2 if probing else 0
+            tried = probing and (self._step + b) % len(rows) < TRIED
+            length = int(places[b]) + (more and tried) if gaining else 2 if tried else 0
             least = min(self.config.min_candidate_length, cap)
             use_copy = copied[b].any() and not from_model[b]
             row.drafter = (self.copier if use_copy or not model_on else self.model).name
@@ -253,7 +263,14 @@ class Controller:
         return lengths
 
     def _best(
-        self, copied: np.ndarray, drawn: np.ndarray, from_model: np.ndarray, budget: int, batch: int, other: int
+        self,
+        copied: np.ndarray,
+        drawn: np.ndarray,
+        from_model: np.ndarray,
+        budget: int,
+        batch: int,
+        other: int,
+        context: int,
     ) -> tuple[float, float, np.ndarray]:
         """Tokens per second without drafts and with the best drafts, and the length of each request's best draft."""
         if budget <= 0:
@@ -262,7 +279,7 @@ class Controller:
             # Nothing is measured yet: draft a little, and learn.
             return 1.0, np.inf, np.minimum((np.where(from_model[:, None], drawn, copied) > 0).sum(1), 2)
         rows = batch + other + np.arange(1 + min(budget, copied.size))
-        seconds = self.target_cost.seconds(rows)
+        seconds = self.target_cost.seconds(rows, context)
         best, lengths = 0.0, np.zeros(len(copied))
         for depth in range(drawn.shape[1] + 1) if from_model.any() else [0]:
             # At depth 0 the draft model rests, and its requests copy where they can.
@@ -287,7 +304,7 @@ class Controller:
 
     def _survival(self, row: Row, drafter: str, length: int) -> np.ndarray:
         """[length] chance that each draft is kept."""
-        kind = self._kind_window(drafter, row.kind).chances(length, [FIRST_GUESS], PRIOR_WEIGHT, bonus=1.0)
+        kind = self._kind_window(drafter, row.kind).chances(length, [FIRST_GUESS], PRIOR_WEIGHT, bonus=BONUS)
         window = self._state(row.request).windows.get(drafter)
         return np.cumprod(window.chances(length, kind, KIND_WEIGHT) if window else kind)
 
@@ -348,17 +365,19 @@ class Controller:
         """Learn what the step cost, the drafting and all the rest."""
         drawn, decoding = self._drawn(step), [row for row in step.rows if row.emits]
         passes = max((len(row.drafts) for row in drawn), default=0)
-        if passes:
+        # A request's first draft is dear: the draft model reads the prompt.
+        if passes and all(self._state(row.request).verified > 1 for row in drawn):
             self.draft_cost.record(len(drawn), draft_seconds / passes)
         for row in decoding:
             self.metrics.lengths[len(row.drafts)] = self.metrics.lengths.get(len(row.drafts), 0) + 1
         # Prompt chunks say nothing about what a row more costs here, and would outweigh the small steps.
         if not decoding or any(row.num_committed > 1 for row in step.rows):
             return
+        context = sum(row.kv_len for row in step.rows)
         if any(row.drafts for row in decoding) and self.target_cost.known:
-            plain = float(self.target_cost.seconds(np.array([len(decoding)]))[0]) * emitted / len(decoding)
+            plain = float(self.target_cost.seconds(np.array([len(decoding)]), context)[0]) * emitted / len(decoding)
             self._watch(plain, draft_seconds + other_seconds)
-        self.target_cost.record(step.num_tokens, other_seconds)
+        self.target_cost.record(step.num_tokens, other_seconds, context)
 
     def _watch(self, plain: float, took: float) -> None:
         """Compare with what plain decoding would have taken for the same tokens; pause when it is no gain."""

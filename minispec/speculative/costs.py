@@ -11,72 +11,84 @@ from collections import deque
 
 import numpy as np
 
-FORGET = 0.98  # weight that a measurement keeps in the line with each later one: about the last 50 count
+FORGET = 0.99  # weight that a measurement keeps in the plane with each later one: about the last 100 count
 FADE = 0.998  # the same of a measurement in its own bucket, with each later one in any
 BUCKET_WEIGHT = 16  # most measurements that a bucket's mean stands for: it follows when the machine changes
 PRIOR_ROWS = 32  # until it is measured, a forward of so many more rows is taken to last twice as long
 PRIOR_WEIGHT = 4.0  # rows squared, against the variance of the rows that were measured
+PRIOR_CONTEXT = 1e6  # positions squared: until it is measured, reading more K/V is taken to cost nothing
 WARM_UP = 2  # first measurements that are left out: memory is touched for the first time
 OUTLIER = 4.0  # a measurement this many times longer than expected counts as no longer than that
 
 
-class RowCost:
-    """Seconds of one forward as a function of its rows, fitted to the forwards as they come.
+class StepCost:
+    """Seconds of one forward as a function of its rows and of its context, fitted to the forwards as they come.
 
-    Real costs have steps where kernels change, so each number of rows that was measured lately has its own mean. What
-    lies between is interpolated, what lies beyond goes on with the slope of a line through all (least squares).
+    Context is the number of positions whose K/V it reads: 20 rows of 4 requests cost less than 20 rows of 16. Real
+    costs have steps where kernels change, so each number of rows that was measured lately has its own mean. What lies
+    between is interpolated, what lies beyond goes on with the slope of a plane through all (least squares).
 
-    >>> cost = RowCost()
-    >>> for rows in (1, 5) * 50:
-    ...     cost.record(rows, 0.030 + 0.001 * rows)
-    >>> [round(1000 * t) for t in cost.seconds(np.array([1, 3, 10]))]
-    [31, 33, 40]
+    >>> cost = StepCost()
+    >>> for rows, context in ((1, 100), (5, 100), (5, 2000)) * 50:
+    ...     cost.record(rows, 0.030 + 0.001 * rows + 0.00001 * context, context)
+    >>> [round(1000 * t) for context in (100, 1100) for t in cost.seconds(np.array([1, 3, 10]), context)]
+    [32, 34, 41, 42, 44, 51]
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._sums = np.zeros(5)  # weight, rows, seconds, rows * rows, rows * seconds
-        self._buckets: dict[int, tuple[float, float, float, int]] = {}  # weight, mean rows, mean seconds, last count
+        self._moments = np.zeros((4, 4))  # sums of the products of (1, rows, context, seconds)
+        self._buckets: dict[
+            int, tuple[float, np.ndarray, int]
+        ] = {}  # weight, mean (rows, context, seconds), last count
 
     @property
     def known(self) -> bool:
         """Enough was measured to predict anything."""
-        return self._sums[0] > 0
+        return self._moments[0, 0] > 0
 
-    def record(self, rows: float, seconds: float) -> None:
+    def record(self, rows: float, seconds: float, context: float = 0.0) -> None:
         """Learn from one forward."""
         self.count += 1
         if self.count <= WARM_UP:
             return
         if self.known:
-            seconds = min(seconds, OUTLIER * self.seconds(np.array([rows]))[0])
-        self._sums = FORGET * self._sums + np.array([1.0, rows, seconds, rows * rows, rows * seconds])
+            seconds = min(seconds, OUTLIER * self.seconds(np.array([rows]), context)[0])
+        seen = np.array([1.0, rows, context, seconds])
+        self._moments = FORGET * self._moments + np.outer(seen, seen)
         weight = min(self.weight(rows) + 1, BUCKET_WEIGHT)
-        _, x, y, _ = self._buckets.get(bucket(rows), (0.0, rows, seconds, 0))
-        mean = x + (rows - x) / weight, y + (seconds - y) / weight
-        self._buckets[bucket(rows)] = (weight, *mean, self.count)
+        mean = self._buckets[bucket(rows)][1] if bucket(rows) in self._buckets else seen[1:]
+        self._buckets[bucket(rows)] = (weight, mean + (seen[1:] - mean) / weight, self.count)
 
     def weight(self, rows: float) -> float:
         """How many measurements of about so many rows count at present."""
-        weight, _, _, last = self._buckets.get(bucket(rows), (0.0, 0.0, 0.0, 0))
+        weight, _, last = self._buckets.get(bucket(rows), (0.0, None, 0))
         return weight * FADE ** (self.count - last)
 
-    def _slope(self) -> float:
-        weight, x, y, xx, xy = self._sums
-        x, y = x / weight, y / weight
-        variance, covariance = xx - weight * x * x, xy - weight * x * y
-        return max(0.0, (covariance + PRIOR_WEIGHT * y / PRIOR_ROWS) / (variance + PRIOR_WEIGHT))
+    def _plane(self) -> tuple[np.ndarray, float, float]:
+        """Means of (rows, context, seconds), and the seconds that a row more and a position more cost."""
+        total = self._moments[0, 0]
+        mean = self._moments[0, 1:] / total
+        spread = self._moments[1:, 1:] - total * np.outer(mean, mean)
+        by_rows = spread[0, 0] + PRIOR_WEIGHT
+        joint, by_context = spread[0, 1], spread[1, 1] + PRIOR_CONTEXT
+        with_rows, with_context = spread[0, 2] + PRIOR_WEIGHT * mean[2] / PRIOR_ROWS, spread[1, 2]
+        per_position = (by_rows * with_context - joint * with_rows) / (by_rows * by_context - joint * joint)
+        per_position = max(0.0, per_position)
+        return mean, max(0.0, (with_rows - joint * per_position) / by_rows), per_position
 
-    def seconds(self, rows: np.ndarray) -> np.ndarray:
+    def seconds(self, rows: np.ndarray, context: float = 0.0) -> np.ndarray:
         """Predicted seconds [n] of forwards with these rows [n], increasing; `known` must hold.
 
         More rows never take less.
         """
-        slope, (total, x, y, *_) = self._slope(), self._sums
-        knots = sorted((at, mean, self.weight(at)) for _, at, mean, _ in self._buckets.values())
-        at, mean, weight = (np.array(column) for column in zip(*knots, strict=True))
-        # A mean of few measurements leans on the line, and on the others through it.
-        mean = (weight * mean + y / total + slope * (at - x / total)) / (weight + 1)
+        (x, c, y), slope, per_position = self._plane()
+        knots = sorted((*mean, self.weight(mean[0])) for _, mean, _ in self._buckets.values())
+        at, read, mean, weight = np.array(knots).T
+        mean = mean + per_position * (context - read)
+        # A mean of few measurements leans on the plane.
+        expected = y + slope * (at - x) + per_position * (context - c)
+        mean = np.maximum((weight * mean + expected) / (weight + 1), y / 10)
         inside = np.interp(rows, at, np.maximum.accumulate(mean))
         beyond = slope * (np.maximum(rows - at[-1], 0) - np.maximum(at[0] - rows, 0))
         return np.maximum(inside + beyond, mean.min() / 10)
