@@ -186,6 +186,24 @@ def test_gaps_of_a_lane():
     assert Trace().idle_share() == 0 and Trace(2).events.maxlen == 2
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_clock_that_stands_still_is_no_measurement(overlap, recwarn):
+    logits_of = markov()
+    config = {"candidate_length": 4}  # adaptive
+    engine = make(
+        logits_of,
+        overlap=overlap,
+        drafter=scripted(logits_of, script=[2, 0, 4]),
+        device=VirtualDevice({}),
+        speculative_config=config,
+        slots=1024,
+        context_length=512,
+    )
+    [request] = run(engine, [[1, 2]], greedy(300))
+    assert request.output == tag_greedy(logits_of, [1, 2], 300) and not recwarn.list
+    assert request.metrics.drafted > 100 and engine.snapshot().speed_up == 0.0
+
+
 # The same results --------------------------------------------------------------------------------------------------
 
 
@@ -543,6 +561,24 @@ def test_abort_and_close_end_requests_whatever_others_raise():
     with pytest.raises(ZeroDivisionError):
         engine.abort("a")
     assert a.finish_reason == "abort" and not engine.has_work
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_closed_engine_takes_nothing(overlap):
+    engine, late = make(markov(), overlap=overlap), []
+    [request] = engine.add([1, 2], greedy(20), on_token=lambda event: event.finish_reason and late.append(again()))
+
+    def again():
+        with pytest.raises(ConfigError, match="the engine is closed"):
+            engine.add([3, 4], greedy(5))
+        return True
+
+    engine.step()
+    engine.close()  # the callback hears of the end, and asks for more
+    assert request.finish_reason == "abort" and late == [True] and again()
+    engine.close()
+    assert not engine.has_work and not engine.step().rows and not engine.abort(request.id)
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
