@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -646,9 +647,10 @@ def test_no_slot_of_a_launched_step_is_free():
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_a_thousand_random_requests_with_aborts_on_the_worker_thread(drafted):
-    rng = random.Random(int(drafted))
-    logits_of = markov(vocab_size=12)
+def test_two_thousand_random_requests_with_aborts_on_the_worker_thread(drafted):
+    """In one run; the ledger is looked at after every step, and the watchdog sees a deadlock."""
+    rng, count = random.Random(int(drafted)), 2000
+    logits_of, (tokenizer, _) = markov(vocab_size=12), pieces_tokenizer("abcdefghijkl")
     engine = make(
         logits_of,
         slots=128,
@@ -658,24 +660,48 @@ def test_a_thousand_random_requests_with_aborts_on_the_worker_thread(drafted):
         max_num_batched_tokens=32,
         chunked_prefill_size=9,
         drafter=scripted(logits_of, script=[0, 4, 1, 2]) if drafted else None,
+        tokenizer=tokenizer,
+        eos_ids=[11],
     )
     stems = [[rng.randrange(12) for _ in range(20)] for _ in range(5)]
-    requests, aborted = [], set()
-    while len(requests) < 1000 or engine.has_work:
-        while len(requests) < 1000 and len(engine.scheduler.waiting) < 6:
+    requests, heard, aborted = [], {}, set()
+
+    def abort(name):
+        aborted.add(name)
+        engine.abort(name)
+
+    def on_token(event, name):
+        heard[name].append(event)
+        if rng.random() < 0.002 and engine.requests:  # itself, another one, or one that has ended
+            abort(rng.choice([name, rng.choice(list(engine.requests)), requests[rng.randrange(len(requests))].id]))
+
+    while len(requests) < count or engine.has_work:
+        while len(requests) < count and len(engine.scheduler.waiting) < 6:
             prompt = rng.choice(stems)[: rng.randrange(21)] + [rng.randrange(12) for _ in range(rng.randint(1, 12))]
-            requests += engine.add(prompt, greedy(rng.randint(1, 20)))
+            params = greedy(
+                rng.randint(1, 20),
+                ignore_eos=rng.random() < 0.7,
+                stop=rng.choice([[], [], ["abc", "fd"]]),
+                frequency_penalty=rng.choice([0, 0, 0, 0.5]),
+                speculative=rng.random() < 0.8,
+            )
+            name = f"{len(requests)}"
+            heard[name] = []
+            requests += engine.add(prompt, params, on_token=partial(on_token, name=name), request_id=name)
         engine.step()
         if engine.requests and rng.random() < 0.05:
-            victim = rng.choice(list(engine.requests))
-            engine.abort(victim)
-            aborted.add(victim)
-    assert engine.scheduler.preemptions > 5 and len(aborted) > 20
+            abort(rng.choice(list(engine.requests)))
+    assert engine.scheduler.preemptions > 5 and len(aborted) > 50 and len(requests) == count
     for request in requests:
-        expected = tag_greedy(logits_of, request.prompt, request.params.max_tokens)
-        assert request.output == expected[: request.num_output]
-        assert request.finish_reason == ("abort" if request.num_output < len(expected) else request.finish_reason)
-        assert request.id in aborted or request.finish_reason == "length"
+        events = heard[request.id]
+        assert [e.token_id for e in events if e.token_id >= 0] == request.output, request.id
+        assert [e.finish_reason for e in events if e.finish_reason] == [request.finish_reason], request.id
+        assert request.finish_reason != "abort" or request.id in aborted
+        if request.params.frequency_penalty == 0:
+            expected = tag_greedy(logits_of, request.prompt, request.params.max_tokens, request.stop_ids)
+            assert request.output == expected[: request.num_output]
+            assert request.finish_reason in ("abort", "stop") or request.output == expected
+    assert {request.finish_reason for request in requests} == {"abort", "stop", "length"}
     assert_idle(engine)
 
 
