@@ -135,11 +135,11 @@ def ways(kind: str, k: int) -> list[tuple[str, str]]:
     if kind in WITHOUT_CHANCE:
         return [("rejection", "greedy"), ("match", "greedy")]
     drawn = ["probabilistic", "greedy"]
-    return [("rejection", drawn[0]), ("rejection", drawn[1]), ("match", drawn[k % 2])]
+    return [("rejection", drawn[0]), ("rejection", drawn[1]), ("match", drawn[k == 2])]
 
 
 @pytest.mark.parametrize(
-    "kind,k,verification,sampling", [(d, k, *way) for d in DRAFTERS for k in (1, 2, 3, 4) for way in ways(d, k)]
+    "kind,k,verification,sampling", [(d, k, *way) for d in DRAFTERS for k in (1, 2, 4) for way in ways(d, k)]
 )
 def test_every_drafter_leaves_the_distribution_of_every_position_as_it_is(tiny, kind, k, verification, sampling):
     llm = make(tiny, kind, k, verification=verification, draft_sampling=sampling)

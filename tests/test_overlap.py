@@ -10,6 +10,7 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from minispec.config import ConfigError, EngineConfig
 from minispec.device import InlineDevice, ThreadDevice, VirtualDevice
 from minispec.engine import Engine
 from minispec.kv.pool import KVPool
-from minispec.trace import DEVICE, HOST, Event, Trace
+from minispec.trace import DEVICE, HOST, IDLE, Event, Trace
 
 
 @pytest.fixture(autouse=True)
@@ -174,16 +175,48 @@ def test_the_trace_shows_the_device_idle_without_overlap_and_busy_with_it(tmp_pa
         engine.trace.to_perfetto(tmp_path / "trace.json")
         written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         forwards = [e for e in written if e["name"] == "forward"]
+        gaps = [e for e in written if e["name"] == IDLE and e["tid"] == 1]
+        assert [(e["dur"], e["args"]["step"]) for e in gaps] == ([] if overlap else [(5e6, n) for n in range(2, 41)])
         assert len(forwards) == 40 and forwards[0]["dur"] == 10e6 and forwards[1]["ts"] > forwards[0]["ts"]
     assert shares[0] == pytest.approx(1 / 3, abs=0.01) and shares[1] < 0.01
+
+
+def test_results_on_their_way_to_the_host_are_a_part_of_the_device():
+    device = VirtualDevice({"forward": 10, "copy": 2})
+    engine = make(markov(), device=device, enable_trace=True)
+    run(engine, [[1, 2]], greedy(3))
+    spans = [(e.name, e.start, e.end) for e in engine.trace.lane(DEVICE) if e.end > e.start]
+    assert spans == [
+        (name, 12 * n + a, 12 * n + b) for n in range(3) for name, a, b in (("forward", 0, 10), ("copy", 10, 12))
+    ]
+    assert engine.snapshot().seconds["copy"] == 6
 
 
 def test_gaps_of_a_lane():
     trace = Trace()
     for start, end in ((0, 2), (2, 3), (5, 6)):
-        trace.events.append(Event(DEVICE, "forward", start, end, 1, 1, 1, ()))
-    assert trace.idle() == [(3, 5)] and trace.idle_share() == pytest.approx(1 / 3) and trace.idle(shortest=2) == []
+        trace.events.append(Event(DEVICE, "forward", start, end, end, 1, 1, ("a",)))
+    assert trace.idle() == [Event(DEVICE, IDLE, 3, 5, 6, 1, 1, ("a",))]
+    assert trace.idle_share() == pytest.approx(1 / 3) and trace.idle(shortest=2) == []
     assert Trace().idle_share() == 0 and Trace(2).events.maxlen == 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_clock_that_stands_still_is_no_measurement(overlap, recwarn):
+    logits_of = markov()
+    config = {"candidate_length": 4}  # adaptive
+    engine = make(
+        logits_of,
+        overlap=overlap,
+        drafter=scripted(logits_of, script=[2, 0, 4]),
+        device=VirtualDevice({}),
+        speculative_config=config,
+        slots=1024,
+        context_length=512,
+    )
+    [request] = run(engine, [[1, 2]], greedy(300))
+    assert request.output == tag_greedy(logits_of, [1, 2], 300) and not recwarn.list
+    assert request.metrics.drafted > 100 and engine.snapshot().speed_up == 0.0
 
 
 # The same results --------------------------------------------------------------------------------------------------
@@ -546,6 +579,24 @@ def test_abort_and_close_end_requests_whatever_others_raise():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_a_closed_engine_takes_nothing(overlap):
+    engine, late = make(markov(), overlap=overlap), []
+    [request] = engine.add([1, 2], greedy(20), on_token=lambda event: event.finish_reason and late.append(again()))
+
+    def again():
+        with pytest.raises(ConfigError, match="the engine is closed"):
+            engine.add([3, 4], greedy(5))
+        return True
+
+    engine.step()
+    engine.close()  # the callback hears of the end, and asks for more
+    assert request.finish_reason == "abort" and late == [True] and again()
+    engine.close()
+    assert not engine.has_work and not engine.step().rows and not engine.abort(request.id)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_text_that_cannot_be_read_ends_its_request_only(overlap):
     logits_of = markov()
     tokenizer, _ = pieces_tokenizer("abcdefghijkl")
@@ -596,9 +647,10 @@ def test_no_slot_of_a_launched_step_is_free():
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_a_thousand_random_requests_with_aborts_on_the_worker_thread(drafted):
-    rng = random.Random(int(drafted))
-    logits_of = markov(vocab_size=12)
+def test_two_thousand_random_requests_with_aborts_on_the_worker_thread(drafted):
+    """In one run; the ledger is looked at after every step, and the watchdog sees a deadlock."""
+    rng, count = random.Random(int(drafted)), 2000
+    logits_of, (tokenizer, _) = markov(vocab_size=12), pieces_tokenizer("abcdefghijkl")
     engine = make(
         logits_of,
         slots=128,
@@ -608,24 +660,48 @@ def test_a_thousand_random_requests_with_aborts_on_the_worker_thread(drafted):
         max_num_batched_tokens=32,
         chunked_prefill_size=9,
         drafter=scripted(logits_of, script=[0, 4, 1, 2]) if drafted else None,
+        tokenizer=tokenizer,
+        eos_ids=[11],
     )
     stems = [[rng.randrange(12) for _ in range(20)] for _ in range(5)]
-    requests, aborted = [], set()
-    while len(requests) < 1000 or engine.has_work:
-        while len(requests) < 1000 and len(engine.scheduler.waiting) < 6:
+    requests, heard, aborted = [], {}, set()
+
+    def abort(name):
+        aborted.add(name)
+        engine.abort(name)
+
+    def on_token(event, name):
+        heard[name].append(event)
+        if rng.random() < 0.002 and engine.requests:  # itself, another one, or one that has ended
+            abort(rng.choice([name, rng.choice(list(engine.requests)), requests[rng.randrange(len(requests))].id]))
+
+    while len(requests) < count or engine.has_work:
+        while len(requests) < count and len(engine.scheduler.waiting) < 6:
             prompt = rng.choice(stems)[: rng.randrange(21)] + [rng.randrange(12) for _ in range(rng.randint(1, 12))]
-            requests += engine.add(prompt, greedy(rng.randint(1, 20)))
+            params = greedy(
+                rng.randint(1, 20),
+                ignore_eos=rng.random() < 0.7,
+                stop=rng.choice([[], [], ["abc", "fd"]]),
+                frequency_penalty=rng.choice([0, 0, 0, 0.5]),
+                speculative=rng.random() < 0.8,
+            )
+            name = f"{len(requests)}"
+            heard[name] = []
+            requests += engine.add(prompt, params, on_token=partial(on_token, name=name), request_id=name)
         engine.step()
         if engine.requests and rng.random() < 0.05:
-            victim = rng.choice(list(engine.requests))
-            engine.abort(victim)
-            aborted.add(victim)
-    assert engine.scheduler.preemptions > 5 and len(aborted) > 20
+            abort(rng.choice(list(engine.requests)))
+    assert engine.scheduler.preemptions > 5 and len(aborted) > 50 and len(requests) == count
     for request in requests:
-        expected = tag_greedy(logits_of, request.prompt, request.params.max_tokens)
-        assert request.output == expected[: request.num_output]
-        assert request.finish_reason == ("abort" if request.num_output < len(expected) else request.finish_reason)
-        assert request.id in aborted or request.finish_reason == "length"
+        events = heard[request.id]
+        assert [e.token_id for e in events if e.token_id >= 0] == request.output, request.id
+        assert [e.finish_reason for e in events if e.finish_reason] == [request.finish_reason], request.id
+        assert request.finish_reason != "abort" or request.id in aborted
+        if request.params.frequency_penalty == 0:
+            expected = tag_greedy(logits_of, request.prompt, request.params.max_tokens, request.stop_ids)
+            assert request.output == expected[: request.num_output]
+            assert request.finish_reason in ("abort", "stop") or request.output == expected
+    assert {request.finish_reason for request in requests} == {"abort", "stop", "length"}
     assert_idle(engine)
 
 
