@@ -12,21 +12,30 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
 from nbval.plugin import get_sanitize_patterns
 
 from minispec.course.run_notebooks import METADATA
 
+REPOSITORY = "minispec/minispec"  # on GitHub: where Colab installs from and Binder looks
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notebooks"
 LESSONS = sorted(FOLDER.glob("*.ipynb"))
 SOLUTIONS = sorted(FOLDER.glob("solutions/*.ipynb"))
 MAX_BYTES, MAX_CODE_LINES, MAX_IGNORED = 400_000, 8, 0.2
 IGNORE = "nbval-ignore-output"
-TAGS = {IGNORE, "nbval-skip", "raises-exception"}
+SKIP = "nbval-skip"
+TAGS = {IGNORE, SKIP, "raises-exception"}
+START = f"""import importlib.util
+
+if importlib.util.find_spec("minispec") is None:  # in Colab: the package and the model, once
+    %pip install --quiet "minispec @ git+https://github.com/{REPOSITORY}" matplotlib ipywidgets
+    !python -m minispec fetch"""
 
 TITLE_PARTS = [r"^# \d\d · \w", r"\*\*One question:\*\* \*.+\?\*", r"\d+ minutes · reads: `minispec/", "needs:"]
 SECTIONS = ["## By hand", "## Predict", "## Run", "## Checkpoint", "## Time it", "## Picture", "## Exercises"]
@@ -49,7 +58,7 @@ def markdown(nb: NotebookNode) -> str:
 
 
 def ignored(cell: NotebookNode) -> bool:
-    return bool({IGNORE, "nbval-skip"} & set(cell.metadata.get("tags", ())))
+    return bool({IGNORE, SKIP} & set(cell.metadata.get("tags", ())))
 
 
 def output_texts(cell: NotebookNode) -> Iterator[str]:
@@ -98,6 +107,8 @@ def bad_metadata(nb: NotebookNode) -> list[str]:
 def bad_code(nb: NotebookNode) -> list[str]:
     found = []
     for number, cell in enumerate(code_cells(nb), start=1):
+        if cell.source == START:
+            continue
         lines = [line for line in cell.source.split("\n") if line.strip()]
         found += [f"[{number}] {len(lines)} lines"] * (len(lines) > MAX_CODE_LINES or not lines)
         for name, pattern in {"a device by name": r"cuda", "a shell command": r"^\s*[!%]", "a path": PATH}.items():
@@ -115,6 +126,20 @@ def dead_references(nb: NotebookNode, folder: Path) -> list[str]:
     found += [path for path in re.findall(r"`(minispec/[\w/.]*)`", text) if not (ROOT / path).exists()]
     modules = re.findall(r"`(minispec(?:\.\w+)+)`", text)
     return found + [module for module in modules if importlib.util.find_spec(module) is None]
+
+
+def start_gaps(nb: NotebookNode, path: str) -> list[str]:
+    """What the first cells lack: links that open this very notebook elsewhere, and the cell that makes it run there.
+
+    Nothing may be imported above that cell: an installation cannot replace what is loaded.
+    """
+    title, start = nb.cells[:2]
+    links = {
+        "Open in Colab": f"https://colab.research.google.com/github/{REPOSITORY}/blob/main/{path}",
+        "Open in Binder": f"https://mybinder.org/v2/gh/{REPOSITORY}/main?urlpath=lab/tree/{path}",
+    }
+    found = [words for words, link in links.items() if f"[{words}]({link})" not in title.source]
+    return found + ([] if start.source == START and start.metadata.get("tags") == [SKIP] else ["the start cell"])
 
 
 def complaints(nb: NotebookNode, folder: Path) -> list[str]:
@@ -163,6 +188,22 @@ def test_a_notebook_is_executed_stable_and_clean(path: Path) -> None:
     assert complaints(read(path), path.parent) == []
     assert path.stat().st_size <= MAX_BYTES
     assert "widgets" not in read(path).metadata
+
+
+@pytest.mark.parametrize("path", LESSONS + SOLUTIONS, ids=name)
+def test_a_notebook_can_be_opened_elsewhere(path: Path) -> None:
+    assert start_gaps(read(path), path.relative_to(ROOT).as_posix()) == []
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_start_cell_installs_the_package_only_where_it_is_not(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    shell = SimpleNamespace(run_line_magic=lambda *words: calls.append(" ".join(words)), system=calls.append)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    exec(TransformerManager().transform_cell(START), {"get_ipython": lambda: shell})
+    assert [call.split()[:2] for call in calls] == ([] if installed else [["pip", "install"], ["python", "-m"]])
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=name)
@@ -283,6 +324,20 @@ def test_a_good_cell_gives_no_complaint() -> None:
     assert complaints(planted(text="it took 12.5 ms", metadata={"tags": [IGNORE]}), FOLDER) == []
 
 
+def test_faults_of_the_first_cells_are_found() -> None:
+    path = LESSONS[0].relative_to(ROOT).as_posix()
+    for fault in ("[Open in Colab]", "[Open in Binder]", "00_the_map", "%pip"):
+        nb = read(LESSONS[0])
+        for cell in nb.cells[:2]:
+            cell.source = cell.source.replace(fault, "")
+        assert start_gaps(nb, path)
+    nb = read(LESSONS[0])
+    nb.cells[1].metadata = nbformat.from_dict({})
+    assert start_gaps(nb, path) == ["the start cell"]
+    del nb.cells[1]
+    assert start_gaps(nb, path) == ["the start cell"]
+
+
 def test_kernel_names_and_widget_state_are_found() -> None:
     nb = planted()
     nb.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {}, "version_major": 2}}
@@ -312,6 +367,6 @@ def test_a_missing_section_is_found(section: str) -> None:
 
 def test_too_many_ignored_cells_are_found() -> None:
     nb = read(LESSONS[0])
-    for cell in code_cells(nb)[:6]:
+    for cell in code_cells(nb)[1:6]:
         cell.metadata = nbformat.from_dict({"tags": [IGNORE]})
     assert any("ignored" in gap for gap in template_gaps(nb, "00"))

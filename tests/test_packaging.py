@@ -102,7 +102,8 @@ def test_the_version_is_written_once_in_effect() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Makefile", "pyproject.toml", "environment.yml", "requirements.lock.txt", ".ci/run", "README.md"]
+    "name",
+    ["Makefile", "pyproject.toml", "environment.yml", "postBuild", "requirements.lock.txt", ".ci/run", "README.md"],
 )
 def test_nothing_that_installs_names_an_index_or_a_machine(name: str) -> None:
     text = (ROOT / name).read_text("utf-8")
@@ -122,6 +123,14 @@ def test_ci_runs_the_readme_s_test_command() -> None:
     assert "set -euo pipefail" in text and text.rstrip().endswith("make test")
     assert "make test" in (ROOT / "README.md").read_text("utf-8")
     assert subprocess.run(["bash", "-n", run]).returncode == 0
+
+
+def test_binder_puts_the_model_into_its_image() -> None:
+    script = ROOT / "postBuild"
+    assert script.stat().st_mode & stat.S_IXUSR and subprocess.run(["bash", "-n", script]).returncode == 0
+    assert "python -m minispec fetch" in script.read_text("utf-8")
+    # one of these folders would hide both files from Binder
+    assert not (ROOT / "binder").exists() and not (ROOT / ".binder").exists()
 
 
 # -- make ------------------------------------------------------------------------------------------------------------
