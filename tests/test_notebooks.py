@@ -219,6 +219,23 @@ def test_exercises_are_open_in_the_lesson_and_solved_in_its_solutions(path: Path
     assert all(re.fullmatch(r"ok \(\d+ cases?\)", verdict) for verdict in verdicts(solutions))
 
 
+def test_the_start_page_is_the_map_of_all_notebooks_and_ways_through_it() -> None:
+    page = (FOLDER / "README.md").read_text("utf-8")
+    for path in LESSONS:
+        title = read(path).cells[0].source
+        heading, question = re.search(r"^# (.+)", title)[1], re.search(r"\*\*One question:\*\* \*(.+\?)\*", title)[1]
+        cells = (f"[{heading}]({path.name})", question, re.search(r"(\d+) minutes", title)[1])
+        assert f"| {' | '.join(cells)} | [solutions](solutions/{path.name}) |" in page
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert [link for link in links if not (FOLDER / link).is_file()] == []
+    ways = re.split(r"^- ", page.split("## ")[1], flags=re.M)[1:]
+    assert [re.findall(r"\[(\d\d)\]", way) for way in ways] == [
+        ["00", "02", "06", "09", "10", "12", "13"],
+        [],
+        ["09", "10", "12", "14", "11"],
+    ]
+
+
 def test_the_course_has_its_first_lessons_and_no_solutions_without_a_lesson() -> None:
     assert [path.name[:2] for path in LESSONS][:3] == ["00", "01", "02"]
     assert [path.name for path in SOLUTIONS] == [path.name for path in LESSONS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -176,3 +177,12 @@ def test_a_ready_environment_is_not_built_again(tmp_path: Path) -> None:
     (tmp_path / "ready").touch()
     done = make("--dry-run", "venv", f"READY={tmp_path}/ready")
     assert " install " not in done.stdout and done.returncode == 0
+
+
+@needs_make
+def test_the_lab_opens_at_the_start_page_as_a_page(tmp_path: Path) -> None:
+    (tmp_path / "ready").touch()
+    commands = make("--dry-run", "lab", f"READY={tmp_path}/ready").stdout
+    assert commands.rstrip().endswith("notebooks/README.md") and "notebooks/lab_settings.json" in commands
+    settings = json.loads((ROOT / "notebooks/lab_settings.json").read_text("utf-8"))
+    assert settings["@jupyterlab/docmanager-extension:plugin"]["defaultViewers"] == {"markdown": "Markdown Preview"}

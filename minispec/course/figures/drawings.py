@@ -7,7 +7,6 @@ Used in notebooks 00, 09, 10 and 12.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from IPython.display import SVG
@@ -47,16 +46,15 @@ STAGES = (
 )
 
 
-def request_map(folder: Path | str = ".") -> SVG:
-    """A request's life, box by box. Numbers are notebooks; those that exist in `folder` are links."""
-    files = {int(path.name[:2]): path.name for path in Path(folder).glob("[0-9][0-9]_*.ipynb")}
+def request_map() -> SVG:
+    """A request's life, box by box. Numbers are notebooks."""
     (left, top), (right, _) = STAGES[3].corner, STAGES[7].corner
     arrow = f'<path d="M0,0 L8,4 L0,8 z" fill="{COLORS["ink"]}"/>'
     parts = [
         f'<marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">{arrow}</marker>',
         box(left - 12, top - 32, right - left + STAGE_W + 24, STAGE_H + 58, COLORS["idle"], COLORS["again"]),
         text(left + STAGE_W + 16, top - 12, "one step = one forward of the model, repeated until the request ends"),
-        text(left, STAGES[-1].corner[1] + 20, "Numbers are notebooks. A dark one exists already."),
+        text(left, STAGES[-1].corner[1] + 20, "Numbers are notebooks."),
         text(left, STAGES[-1].corner[1] + 40, "Notebook 13 shows all parts working together."),
         _arrow(f"M{right + 40},{top + STAGE_H} v14 H{left + STAGE_W // 2} V{top + STAGE_H + 2}"),
     ]
@@ -65,7 +63,7 @@ def request_map(folder: Path | str = ".") -> SVG:
         across = f"M{x + STAGE_W},{y + STAGE_H // 2} H{to_x - 2}"
         down = f"M{x + STAGE_W // 2},{y + STAGE_H} v16 H{to_x + STAGE_W // 2} V{to_y - 2}"
         parts.append(_arrow(across if y == to_y else down))
-    parts += [part for stage in STAGES for part in _stage(stage, files)]
+    parts += [part for stage in STAGES for part in _stage(stage)]
     return svg(right + STAGE_W + MARGIN, STAGES[-1].corner[1] + STAGE_H + MARGIN, parts)
 
 
@@ -73,7 +71,7 @@ def _arrow(points: str) -> str:
     return line(points, 'marker-end="url(#tip)"')
 
 
-def _stage(stage: Stage, files: Mapping[int, str]) -> list[str]:
+def _stage(stage: Stage) -> list[str]:
     x, y = stage.corner
     parts = [
         box(x, y, STAGE_W, STAGE_H, "white"),
@@ -82,8 +80,8 @@ def _stage(stage: Stage, files: Mapping[int, str]) -> list[str]:
         *(text(x + 10, y + 56 + 14 * line, module, 11, font=MONO) for line, module in enumerate(stage.modules)),
     ]
     for place, number in enumerate(stage.notebooks):
-        at, fill, ink = x + 10 + 34 * place, *((COLORS["ink"], "white") if number in files else ("white", ""))
-        parts += [box(at, y + 78, 28, 18, fill), text(at + 6, y + 91, f"{number:02}", 11, fill=ink)]
+        at = x + 10 + 34 * place
+        parts += [box(at, y + 78, 28, 18, COLORS["ink"]), text(at + 6, y + 91, f"{number:02}", 11, fill="white")]
     return parts
 
 
