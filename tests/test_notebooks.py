@@ -7,7 +7,9 @@ Each rule of form here is a function from a notebook to complaints; the last tes
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -387,3 +389,56 @@ def test_too_many_ignored_cells_are_found() -> None:
     for cell in code_cells(nb)[1:6]:
         cell.metadata = nbformat.from_dict({"tags": [IGNORE]})
     assert any("ignored" in gap for gap in template_gaps(nb, "00"))
+
+
+# A stored output that is wrong makes the strict run fail -------------------------------------------------------------
+
+
+def change_outputs(nb: NotebookNode) -> set[str]:
+    """Change one character in each output that nbval compares: a digit or a letter in its middle. Returns the cells."""
+    changed = set()
+    for number, cell in enumerate(code_cells(nb)):
+        for out in [] if ignored(cell) else cell.outputs[:1]:
+            fields = out.data if "data" in out else out
+            kind = min(set(fields) & {"text", "image/svg+xml", "text/markdown", "text/plain"})
+            letters = [place for place, letter in enumerate(fields[kind]) if letter.isalnum()]
+            place = letters[len(letters) // 2]
+            other = "8" if fields[kind][place] == "7" else "7"
+            fields[kind] = fields[kind][:place] + other + fields[kind][place + 1 :]
+            changed.add(f"Cell {number}")
+    return changed
+
+
+def strict_run(folder: Path, *options: str) -> tuple[set[tuple[str, str]], str]:
+    """nbval as `make test` runs it, over `folder` -> (notebook, cell) of what failed, and the last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rf", "-c", "/dev/null", f"--rootdir={folder}", "--color=no"]
+    command += ["--nbval", "--nbval-current-env", f"--nbval-sanitize-with={FOLDER / 'sanitize.cfg'}", *options, folder]
+    places = os.pathsep.join(map(str, [ROOT / "tests", ROOT]))  # of the plugin, and of the package for a kernel
+    environment = os.environ | {"PYTHONPATH": places}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return set(re.findall(r"^FAILED (\S+)::(Cell \d+)", done.stdout, re.M)), done.stdout.splitlines()[-1]
+
+
+def test_nbval_finds_each_output_that_differs_from_what_the_cell_gives(tmp_path: Path) -> None:
+    """The kernel is played from the stored outputs; that they are what the cells give is what `make test` checks."""
+    planted_cells = set()
+    for path in LESSONS + SOLUTIONS:
+        nb, copy = read(path), tmp_path / "changed" / name(path)
+        cells = change_outputs(nb)
+        assert cells, f"{name(path)} has no output that is compared"
+        planted_cells |= {(f"changed/{name(path)}", cell) for cell in cells}
+        (tmp_path / "same" / name(path)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tmp_path / "same" / name(path))
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(nb, copy)
+    failed, last_line = strict_run(tmp_path, "-p", "replay")
+    assert failed == planted_cells, last_line
+    assert len(planted_cells) > 300
+
+
+def test_nbval_finds_a_changed_output_with_a_real_kernel(tmp_path: Path) -> None:
+    nb = read(LESSONS[0])
+    assert "Cell 1" in change_outputs(nb)
+    nbformat.write(nb, tmp_path / LESSONS[0].name)
+    failed, last_line = strict_run(tmp_path, "-x")
+    assert failed == {(LESSONS[0].name, "Cell 1")} and "1 failed" in last_line
