@@ -81,12 +81,13 @@ def _legend(y: float, seen: list[str]) -> Iterator[str]:
     x = MARGIN
     for name in (*LANE_LOOKS, "idle"):
         if name in seen:
-            yield from (
-                _part(Event("", name, 0, 0, 0, 0, 0, ()), x, 22, y)
-                if name == "idle"
-                else [box(x, y, 22, LANE, LANE_LOOKS[name][0], "white")]
+            idle = name == "idle"
+            yield (
+                box(x, y + LANE / 4, 22, LANE / 2, FIX, FIX)
+                if idle
+                else box(x, y, 22, LANE, LANE_LOOKS[name][0], "white")
             )
-            words = "the device waits" if name == "idle" else name
+            words = "the device waits" if idle else name
             yield text(x + 30, y + 17, words)
             x += 56 + 8 * len(words)
 
