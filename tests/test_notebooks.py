@@ -22,6 +22,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
 from nbval.plugin import get_sanitize_patterns
 
+from minispec.course import run_notebooks
 from minispec.course.run_notebooks import METADATA
 
 REPOSITORY = "minispec/minispec"  # on GitHub: where Colab installs from and Binder looks
@@ -236,6 +237,24 @@ def test_the_start_page_is_the_map_of_all_notebooks_and_ways_through_it() -> Non
         [],
         ["09", "10", "12", "14", "11"],
     ]
+
+
+def test_figures_are_what_the_notebooks_drew_and_are_listed_with_their_command() -> None:
+    folder, drawn = ROOT / "figures", {}
+    for path in LESSONS + SOLUTIONS:
+        drawn |= run_notebooks.figures_of(read(path), path)
+    assert set(drawn) == set(run_notebooks.FIGURES)
+    for file, content in drawn.items():
+        assert (folder / file).read_bytes() == content, f"python -m minispec.course.run_notebooks writes {file}"
+    table = re.findall(r"^\| \[(.+)\]\((.+)\) \| .+ \| (.+) \|$", (folder / "README.md").read_text("utf-8"), re.M)
+    commands = {file: command for file, link, command in table if file == link}
+    others = {"demo.png": "`make demo`", "mtp_module.svg": "drawn by hand"}
+    remade = {
+        f: f"`python -m minispec.course.run_notebooks {number}`" for f, (number, _) in run_notebooks.FIGURES.items()
+    }
+    assert commands == remade | others
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert set(files) == {*commands, "README.md"} and max(files.values()) < 150_000
 
 
 def test_the_course_has_its_first_lessons_and_no_solutions_without_a_lesson() -> None:
