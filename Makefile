@@ -14,6 +14,7 @@ NOTEBOOKS = $(wildcard notebooks/[0-9]*.ipynb notebooks/solutions/[0-9]*.ipynb)
 # An NVIDIA driver decides which build of torch is of use.
 GPU := $(shell { nvidia-smi -L | grep -q GPU || test -e /proc/driver/nvidia/version; } 2>/dev/null && echo yes)
 PIP = $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet
+LAB_SETTINGS := $(VENV)/share/jupyter/lab/settings
 ROOT_FLAG := $(shell test "$$(id -u)" != 0 || echo --allow-root)
 
 .PHONY: demo test lint lab notebooks venv clean
@@ -39,7 +40,8 @@ lint: $(READY)
 
 lab: $(READY)
 	@$(BIN)/jupyter trust notebooks/*.ipynb notebooks/solutions/*.ipynb > /dev/null
-	@$(BIN)/python -m jupyterlab $(ROOT_FLAG) --notebook-dir . notebooks/00_the_map.ipynb
+	@mkdir -p $(LAB_SETTINGS) && cp notebooks/lab_settings.json $(LAB_SETTINGS)/overrides.json
+	@$(BIN)/python -m jupyterlab $(ROOT_FLAG) --notebook-dir . notebooks/README.md
 
 notebooks: $(READY)
 	@$(BIN)/python -m minispec.course.run_notebooks

@@ -4,7 +4,7 @@ Knows: every public option, its default, its range, and how to refuse a bad valu
 field, the value and the limit. Does not know: models, tensors, or how an option is carried out. Whatever passes
 these constructors is valid everywhere below, so the engine never checks an option twice.
 
-Taught in notebook 00 (the map).
+Taught in notebooks 00 (the map) and 13 (everything on).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where to compute, in which number format, and how the host and the device work side by side.
 
 Knows: what torch says about this machine; jobs, in what order they run, how long they took. Does not know: models or
-their sizes, what a job is for. Taught in notebooks 00 (the map), where the machine card shows what was chosen and why,
-and 08 (overlap).
+their sizes, what a job is for. Taught in notebooks 00 (the map: the machine card shows what was chosen and why) and 08
+(overlap).
 
 Decoding reads every weight once per step, so half the bytes is nearly twice the speed, provided that the processor
 multiplies the short format itself. bfloat16 keeps float32's range, so weights trained in it need no rescaling.

@@ -23,7 +23,7 @@ Definitions (K > 0 means that the step carried drafts for the request):
   with prompt chunks are left out.
 - weight bytes saved = forwards saved * bytes of the target - bytes that draft models read.
 
-Does not know: who counts. Taught in notebook 09 (guess and verify).
+Does not know: who counts. Taught in notebooks 09 (guess and verify) and 13 (everything on).
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ No request can wait for ever: the oldest running one is never preempted for anot
 length is limited to the pool), and while a prompt is being read, drafts leave a quarter of the budget to it.
 
 Knows: requests, budgets, slots. Does not know: models, tensors, tokens' meaning, time.
-Taught in notebooks 04 (continuous batching) and 05 (chunked prefill).
+Taught in notebooks 04 (continuous batching), 05 (chunked prefill), 06 (radix tree: who waits for a prefix) and 12
+(speculation inside the engine: drafts and the budget).
 """
 
 from __future__ import annotations

@@ -715,6 +715,30 @@ def test_the_overlap_picture_fills_both_distributions() -> None:
     assert legend(picture, 1) == ["kept, min(p, q): 0.75", "residual: 0.25"]
 
 
+def test_the_bytes_of_a_token_shrink_with_the_acceptance_length() -> None:
+    picture = figures.token_bytes({"weights": 6e6, "module": 2e6}, 7e6, {"chat": (2.0, 4e6)})
+    [ax] = picture.axes
+    weights, module = (band.get_paths()[0].vertices for band in ax.collections)
+    top = {round(x, 3): max(y for at, y in module if at == x) for x, _ in module}
+    assert top[1.0] == pytest.approx(8) and top[3.0] == pytest.approx(8 / 3) and weights[:, 1].max() == pytest.approx(6)
+    plain, chat = ax.lines
+    assert list(plain.get_ydata()) == [7, 7] and chat.get_xydata().tolist() == [[2, 4]]
+    assert legend(picture) == ["weights", "module", "without guesses", "chat"]
+
+
+def test_guesses_pay_from_the_chance_at_which_their_tokens_outgrow_their_cost() -> None:
+    costs = {"free": {1: 1.0, 2: 1.0}, "dear": {1: 1.5, 2: 1.75, 3: 4.5}, "hopeless": {1: 2.5}}
+    [ax] = figures.break_even(costs).axes
+    free, dear, hopeless = (line.get_ydata().tolist() for line in ax.lines)
+    assert free == [0, 0] and dear[:2] == [0.5, 0.5] and math.isnan(dear[2]) and math.isnan(hopeless[0])
+    assert [t.get_text() for t in ax.get_legend().get_texts()] == ["free", "dear", "hopeless: never"]
+
+
+def test_the_roofline_takes_one_dot_or_many_for_a_label() -> None:
+    [ax] = figures.roofline(10, 100, {"decode": (0.5, 4), "verify": [(1, 8), (1.5, 12)]}).axes
+    assert [line.get_xydata().tolist() for line in ax.lines[2:]] == [[[0.5, 4]], [[1, 8], [1.5, 12]]]
+
+
 def test_bars_show_their_values_unless_there_are_too_many() -> None:
     few, many = ({"a": dict.fromkeys("0123456789"[:n], 1), "b": dict.fromkeys("0123456789"[:n], 2)} for n in (8, 9))
     assert [len(figures.bars("t", series, "u").axes[0].texts) for series in (few, many)] == [16, 0]
@@ -742,12 +766,12 @@ def test_the_heat_map_writes_every_number_and_frames_the_least_of_each_row() -> 
 
 
 def test_the_slots_picture_has_one_box_for_each_slot_and_a_gap_behind_each_page() -> None:
-    kinds = ["prompt", "prompt", "output", "undone", "reserved", "reserved", "free", "free"]
-    svg = figures.slots({"first": kinds, "then": kinds[::-1]}, page_size=2).data
+    kinds = ["prompt", "prompt", "output", "undone", "guess", "reserved", "free", "free"]
+    svg = figures.slots({"first": {"": kinds}, "then": {"": kinds[::-1]}}, page_size=2).data
     texts, boxes = texts_and_boxes(svg)
     fills = [r.get("fill") for r in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}rect")][1:]
     look = {kind: color for kind, (color, _) in figures.SLOT_LOOKS.items()}
-    assert fills == [look[kind] for kind in (*kinds, *kinds[::-1], *look)] and len(set(look.values())) == 5
+    assert fills == [look[kind] for kind in (*kinds, *kinds[::-1], *look)] and len(set(look.values())) == 6
     steps = [b[0] - a[0] for a, b in zip(boxes[1:8], boxes[2:9], strict=True)]
     assert steps == [22, 30, 22, 30, 22, 30, 22]
     _, _, width, height = boxes[0]
@@ -755,12 +779,26 @@ def test_the_slots_picture_has_one_box_for_each_slot_and_a_gap_behind_each_page(
     letters = [
         t.text for t in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text") if len(t.text or "") == 1
     ]
-    assert "".join(letters) == "ppox" + "xopp" + "pox"
+    assert "".join(letters) == "ppoxg" + "gxopp" + "pogx"
 
 
-def test_the_map_is_the_same_each_time_and_its_text_stays_in_its_boxes(tmp_path) -> None:
-    svg = figures.request_map(tmp_path).data
-    assert svg == figures.request_map(tmp_path).data
+def test_the_slots_picture_puts_the_rows_of_a_moment_together_and_marks_what_was_written() -> None:
+    rows = {"target K/V": ["output", "guess+"], "draft K/V": ["output+", "reserved"]}
+    svg = figures.slots({"before": rows, "after": rows}, page_size=16).data
+    shown = words(svg)
+    assert [w for w in shown if len(w) > 1] == [
+        *("before", "target K/V", "draft K/V", "after", "target K/V", "draft K/V", "output", "guess", "reserved")
+    ]
+    bold = [r.get("stroke-width") == "3" for r in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}rect")]
+    assert bold[1:] == [False, True, True, False] * 2 + [False] * 3 and inside(svg)
+    texts, boxes = texts_and_boxes(svg)
+    tops = [y for _, y, _, _ in boxes[1:9:2]]
+    assert tops[1] - tops[0] == 30 and tops[2] - tops[1] == 54  # room for the title of the moment
+
+
+def test_the_map_is_the_same_each_time_and_its_text_stays_in_its_boxes() -> None:
+    svg = figures.request_map().data
+    assert svg == figures.request_map().data
     texts, boxes = texts_and_boxes(svg)
     for x, y, width in texts:
         around = [b for b in boxes if b[0] <= x <= b[0] + b[2] and b[1] <= y <= b[1] + b[3]]
@@ -773,16 +811,6 @@ def test_the_map_names_only_modules_that_exist_and_every_notebook() -> None:
     assert len(named) >= 10 and all((PACKAGE / module).exists() for module in named)
     planned = {number for stage in figures.STAGES for number in stage.notebooks}
     assert planned | {13} == set(range(15))
-
-
-def test_the_map_marks_the_notebooks_that_exist(tmp_path) -> None:
-    none = figures.request_map(tmp_path).data
-    (tmp_path / "06_the_radix_tree.ipynb").touch()
-    one = figures.request_map(tmp_path).data
-    changed = [(a, b) for a, b in zip(none.splitlines(), one.splitlines(), strict=True) if a != b]
-    (white_box, dark_box), (ink, white_ink) = changed
-    assert 'fill="white"' in white_box and figures.COLORS["ink"] in dark_box
-    assert ink.endswith(">06</text>") and 'fill="white">06' in white_ink
 
 
 @pytest.mark.parametrize("guess", ["8", None, ...])
@@ -816,6 +844,20 @@ def test_the_token_strip_shows_every_token_and_counts_the_kinds() -> None:
     assert shown[:5] == ["A", "\u00b7<b>", "&", "\u21b5", "\u00b7\u00e4"] and len(shown) == 40 + 4
     assert [int(label.split()[0]) for label in shown[-4:]] == [8, 16, 8, 8]
     assert all(x + width <= 880 for x, _, width in texts) and all(x + width <= 880 for x, _, width, _ in boxes)
+
+
+def test_the_strip_below_the_tokens_shows_both_probabilities() -> None:
+    kinds = [TokenKind.PLAIN, TokenKind.ACCEPTED, TokenKind.CORRECTED]
+    output, tokenizer = answer(["A", "b", "c"], kinds)
+    output.logprobs = [SimpleNamespace(logprob=math.log(chance)) for chance in (1.0, 0.5, 0.25)]
+    svg = figures.token_strip(output, tokenizer, {1: 1.0, 2: 0.5}).data
+    rects = list(ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}rect"))[1:]
+    bars = [(float(r.get("height")), r.get("fill")) for r in rects if r.get("rx") is None]
+    draft, target = figures.OTHERS[0], figures.COLORS["ink"]
+    first, second, third = bars[:2], bars[2:4], bars[4:6]
+    assert first == [(0, draft), (18, target)] and second == [(18, draft), (9, target)]
+    assert third[0] == (9, draft) and third[1] == (round(18 / 4), target) and inside(svg)
+    assert "to the drafter" in words(svg)[-1] and "drafter" not in figures.token_strip(output, tokenizer).data
 
 
 # Pictures of memory and of schedules -------------------------------------------------------------------------------

@@ -7,26 +7,38 @@ Each rule of form here is a function from a notebook to complaints; the last tes
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
 from nbval.plugin import get_sanitize_patterns
 
+from minispec.course import run_notebooks
 from minispec.course.run_notebooks import METADATA
 
+REPOSITORY = "minispec/minispec"  # on GitHub: where Colab installs from and Binder looks
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notebooks"
 LESSONS = sorted(FOLDER.glob("*.ipynb"))
 SOLUTIONS = sorted(FOLDER.glob("solutions/*.ipynb"))
 MAX_BYTES, MAX_CODE_LINES, MAX_IGNORED = 400_000, 8, 0.2
 IGNORE = "nbval-ignore-output"
-TAGS = {IGNORE, "nbval-skip", "raises-exception"}
+SKIP = "nbval-skip"
+TAGS = {IGNORE, SKIP, "raises-exception"}
+START = f"""import importlib.util
+
+if importlib.util.find_spec("minispec") is None:  # in Colab: the package and the model, once
+    %pip install --quiet "minispec @ git+https://github.com/{REPOSITORY}" matplotlib ipywidgets
+    !python -m minispec fetch"""
 
 TITLE_PARTS = [r"^# \d\d · \w", r"\*\*One question:\*\* \*.+\?\*", r"\d+ minutes · reads: `minispec/", "needs:"]
 SECTIONS = ["## By hand", "## Predict", "## Run", "## Checkpoint", "## Time it", "## Picture", "## Exercises"]
@@ -49,7 +61,7 @@ def markdown(nb: NotebookNode) -> str:
 
 
 def ignored(cell: NotebookNode) -> bool:
-    return bool({IGNORE, "nbval-skip"} & set(cell.metadata.get("tags", ())))
+    return bool({IGNORE, SKIP} & set(cell.metadata.get("tags", ())))
 
 
 def output_texts(cell: NotebookNode) -> Iterator[str]:
@@ -98,6 +110,8 @@ def bad_metadata(nb: NotebookNode) -> list[str]:
 def bad_code(nb: NotebookNode) -> list[str]:
     found = []
     for number, cell in enumerate(code_cells(nb), start=1):
+        if cell.source == START:
+            continue
         lines = [line for line in cell.source.split("\n") if line.strip()]
         found += [f"[{number}] {len(lines)} lines"] * (len(lines) > MAX_CODE_LINES or not lines)
         for name, pattern in {"a device by name": r"cuda", "a shell command": r"^\s*[!%]", "a path": PATH}.items():
@@ -115,6 +129,20 @@ def dead_references(nb: NotebookNode, folder: Path) -> list[str]:
     found += [path for path in re.findall(r"`(minispec/[\w/.]*)`", text) if not (ROOT / path).exists()]
     modules = re.findall(r"`(minispec(?:\.\w+)+)`", text)
     return found + [module for module in modules if importlib.util.find_spec(module) is None]
+
+
+def start_gaps(nb: NotebookNode, path: str) -> list[str]:
+    """What the first cells lack: links that open this very notebook elsewhere, and the cell that makes it run there.
+
+    Nothing may be imported above that cell: an installation cannot replace what is loaded.
+    """
+    title, start = nb.cells[:2]
+    links = {
+        "Open in Colab": f"https://colab.research.google.com/github/{REPOSITORY}/blob/main/{path}",
+        "Open in Binder": f"https://mybinder.org/v2/gh/{REPOSITORY}/main?urlpath=lab/tree/{path}",
+    }
+    found = [words for words, link in links.items() if f"[{words}]({link})" not in title.source]
+    return found + ([] if start.source == START and start.metadata.get("tags") == [SKIP] else ["the start cell"])
 
 
 def complaints(nb: NotebookNode, folder: Path) -> list[str]:
@@ -165,6 +193,22 @@ def test_a_notebook_is_executed_stable_and_clean(path: Path) -> None:
     assert "widgets" not in read(path).metadata
 
 
+@pytest.mark.parametrize("path", LESSONS + SOLUTIONS, ids=name)
+def test_a_notebook_can_be_opened_elsewhere(path: Path) -> None:
+    assert start_gaps(read(path), path.relative_to(ROOT).as_posix()) == []
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_start_cell_installs_the_package_only_where_it_is_not(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    shell = SimpleNamespace(run_line_magic=lambda *words: calls.append(" ".join(words)), system=calls.append)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    exec(TransformerManager().transform_cell(START), {"get_ipython": lambda: shell})
+    assert [call.split()[:2] for call in calls] == ([] if installed else [["pip", "install"], ["python", "-m"]])
+
+
 @pytest.mark.parametrize("path", LESSONS, ids=name)
 def test_a_lesson_follows_the_template(path: Path) -> None:
     assert template_gaps(read(path), path.name[:2]) == []
@@ -176,6 +220,41 @@ def test_exercises_are_open_in_the_lesson_and_solved_in_its_solutions(path: Path
     assert len(verdicts(lesson)) >= 2 and set(verdicts(lesson)) == {"not done yet"}
     assert len(verdicts(solutions)) == len(verdicts(lesson))
     assert all(re.fullmatch(r"ok \(\d+ cases?\)", verdict) for verdict in verdicts(solutions))
+
+
+def test_the_start_page_is_the_map_of_all_notebooks_and_ways_through_it() -> None:
+    page = (FOLDER / "README.md").read_text("utf-8")
+    for path in LESSONS:
+        title = read(path).cells[0].source
+        heading, question = re.search(r"^# (.+)", title)[1], re.search(r"\*\*One question:\*\* \*(.+\?)\*", title)[1]
+        cells = (f"[{heading}]({path.name})", question, re.search(r"(\d+) minutes", title)[1])
+        assert f"| {' | '.join(cells)} | [solutions](solutions/{path.name}) |" in page
+    links = re.findall(r"\]\(([^)]+)\)", page)
+    assert [link for link in links if not (FOLDER / link).is_file()] == []
+    ways = re.split(r"^- ", page.split("## ")[1], flags=re.M)[1:]
+    assert [re.findall(r"\[(\d\d)\]", way) for way in ways] == [
+        ["00", "02", "06", "09", "10", "12", "13"],
+        [],
+        ["09", "10", "12", "14", "11"],
+    ]
+
+
+def test_figures_are_what_the_notebooks_drew_and_are_listed_with_their_command() -> None:
+    folder, drawn = ROOT / "figures", {}
+    for path in LESSONS + SOLUTIONS:
+        drawn |= run_notebooks.figures_of(read(path), path)
+    assert set(drawn) == set(run_notebooks.FIGURES)
+    for file, content in drawn.items():
+        assert (folder / file).read_bytes() == content, f"python -m minispec.course.run_notebooks writes {file}"
+    table = re.findall(r"^\| \[(.+)\]\((.+)\) \| .+ \| (.+) \|$", (folder / "README.md").read_text("utf-8"), re.M)
+    commands = {file: command for file, link, command in table if file == link}
+    others = {"demo.png": "`make demo`", "mtp_module.svg": "drawn by hand"}
+    remade = {
+        f: f"`python -m minispec.course.run_notebooks {number}`" for f, (number, _) in run_notebooks.FIGURES.items()
+    }
+    assert commands == remade | others
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert set(files) == {*commands, "README.md"} and max(files.values()) < 150_000
 
 
 def test_the_course_has_its_first_lessons_and_no_solutions_without_a_lesson() -> None:
@@ -283,6 +362,20 @@ def test_a_good_cell_gives_no_complaint() -> None:
     assert complaints(planted(text="it took 12.5 ms", metadata={"tags": [IGNORE]}), FOLDER) == []
 
 
+def test_faults_of_the_first_cells_are_found() -> None:
+    path = LESSONS[0].relative_to(ROOT).as_posix()
+    for fault in ("[Open in Colab]", "[Open in Binder]", "00_the_map", "%pip"):
+        nb = read(LESSONS[0])
+        for cell in nb.cells[:2]:
+            cell.source = cell.source.replace(fault, "")
+        assert start_gaps(nb, path)
+    nb = read(LESSONS[0])
+    nb.cells[1].metadata = nbformat.from_dict({})
+    assert start_gaps(nb, path) == ["the start cell"]
+    del nb.cells[1]
+    assert start_gaps(nb, path) == ["the start cell"]
+
+
 def test_kernel_names_and_widget_state_are_found() -> None:
     nb = planted()
     nb.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {}, "version_major": 2}}
@@ -312,6 +405,59 @@ def test_a_missing_section_is_found(section: str) -> None:
 
 def test_too_many_ignored_cells_are_found() -> None:
     nb = read(LESSONS[0])
-    for cell in code_cells(nb)[:6]:
+    for cell in code_cells(nb)[1:6]:
         cell.metadata = nbformat.from_dict({"tags": [IGNORE]})
     assert any("ignored" in gap for gap in template_gaps(nb, "00"))
+
+
+# A stored output that is wrong makes the strict run fail -------------------------------------------------------------
+
+
+def change_outputs(nb: NotebookNode) -> set[str]:
+    """Change one character in each output that nbval compares: a digit or a letter in its middle. Returns the cells."""
+    changed = set()
+    for number, cell in enumerate(code_cells(nb)):
+        for out in [] if ignored(cell) else cell.outputs[:1]:
+            fields = out.data if "data" in out else out
+            kind = min(set(fields) & {"text", "image/svg+xml", "text/markdown", "text/plain"})
+            letters = [place for place, letter in enumerate(fields[kind]) if letter.isalnum()]
+            place = letters[len(letters) // 2]
+            other = "8" if fields[kind][place] == "7" else "7"
+            fields[kind] = fields[kind][:place] + other + fields[kind][place + 1 :]
+            changed.add(f"Cell {number}")
+    return changed
+
+
+def strict_run(folder: Path, *options: str) -> tuple[set[tuple[str, str]], str]:
+    """nbval as `make test` runs it, over `folder` -> (notebook, cell) of what failed, and the last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rf", "-c", "/dev/null", f"--rootdir={folder}", "--color=no"]
+    command += ["--nbval", "--nbval-current-env", f"--nbval-sanitize-with={FOLDER / 'sanitize.cfg'}", *options, folder]
+    places = os.pathsep.join(map(str, [ROOT / "tests", ROOT]))  # of the plugin, and of the package for a kernel
+    environment = os.environ | {"PYTHONPATH": places}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return set(re.findall(r"^FAILED (\S+)::(Cell \d+)", done.stdout, re.M)), done.stdout.splitlines()[-1]
+
+
+def test_nbval_finds_each_output_that_differs_from_what_the_cell_gives(tmp_path: Path) -> None:
+    """The kernel is played from the stored outputs; that they are what the cells give is what `make test` checks."""
+    planted_cells = set()
+    for path in LESSONS + SOLUTIONS:
+        nb, copy = read(path), tmp_path / "changed" / name(path)
+        cells = change_outputs(nb)
+        assert cells, f"{name(path)} has no output that is compared"
+        planted_cells |= {(f"changed/{name(path)}", cell) for cell in cells}
+        (tmp_path / "same" / name(path)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tmp_path / "same" / name(path))
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(nb, copy)
+    failed, last_line = strict_run(tmp_path, "-p", "replay")
+    assert failed == planted_cells, last_line
+    assert len(planted_cells) > 300
+
+
+def test_nbval_finds_a_changed_output_with_a_real_kernel(tmp_path: Path) -> None:
+    nb = read(LESSONS[0])
+    assert "Cell 1" in change_outputs(nb)
+    nbformat.write(nb, tmp_path / LESSONS[0].name)
+    failed, last_line = strict_run(tmp_path, "-x")
+    assert failed == {(LESSONS[0].name, "Cell 1")} and "1 failed" in last_line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -102,7 +103,8 @@ def test_the_version_is_written_once_in_effect() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Makefile", "pyproject.toml", "environment.yml", "requirements.lock.txt", ".ci/run", "README.md"]
+    "name",
+    ["Makefile", "pyproject.toml", "environment.yml", "postBuild", "requirements.lock.txt", ".ci/run", "README.md"],
 )
 def test_nothing_that_installs_names_an_index_or_a_machine(name: str) -> None:
     text = (ROOT / name).read_text("utf-8")
@@ -122,6 +124,14 @@ def test_ci_runs_the_readme_s_test_command() -> None:
     assert "set -euo pipefail" in text and text.rstrip().endswith("make test")
     assert "make test" in (ROOT / "README.md").read_text("utf-8")
     assert subprocess.run(["bash", "-n", run]).returncode == 0
+
+
+def test_binder_puts_the_model_into_its_image() -> None:
+    script = ROOT / "postBuild"
+    assert script.stat().st_mode & stat.S_IXUSR and subprocess.run(["bash", "-n", script]).returncode == 0
+    assert "python -m minispec fetch" in script.read_text("utf-8")
+    # one of these folders would hide both files from Binder
+    assert not (ROOT / "binder").exists() and not (ROOT / ".binder").exists()
 
 
 # -- make ------------------------------------------------------------------------------------------------------------
@@ -167,3 +177,12 @@ def test_a_ready_environment_is_not_built_again(tmp_path: Path) -> None:
     (tmp_path / "ready").touch()
     done = make("--dry-run", "venv", f"READY={tmp_path}/ready")
     assert " install " not in done.stdout and done.returncode == 0
+
+
+@needs_make
+def test_the_lab_opens_at_the_start_page_as_a_page(tmp_path: Path) -> None:
+    (tmp_path / "ready").touch()
+    commands = make("--dry-run", "lab", f"READY={tmp_path}/ready").stdout
+    assert commands.rstrip().endswith("notebooks/README.md") and "notebooks/lab_settings.json" in commands
+    settings = json.loads((ROOT / "notebooks/lab_settings.json").read_text("utf-8"))
+    assert settings["@jupyterlab/docmanager-extension:plugin"]["defaultViewers"] == {"markdown": "Markdown Preview"}

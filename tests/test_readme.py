@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 
 import sizes
@@ -15,7 +14,7 @@ QUOTED = re.findall(r"`([^`\n]+)`", PROSE)
 
 
 def package_names() -> dict[str, set[str]]:
-    """Each class and function at the top of a module, with the names inside each class."""
+    """Each class, function and constant at the top of a module, with the names inside each class."""
     names: dict[str, set[str]] = {}
     for path in sizes.PACKAGE.rglob("*.py"):
         for node in ast.parse(path.read_text("utf-8")).body:
@@ -24,7 +23,15 @@ def package_names() -> dict[str, set[str]]:
                 names[node.name] = fields | {n.name for n in node.body if isinstance(n, ast.FunctionDef)}
             elif isinstance(node, ast.FunctionDef):
                 names[node.name] = set()
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names |= {target.id: set() for target in targets if isinstance(target, ast.Name)}
     return names
+
+
+def is_module(name: str) -> bool:
+    path = sizes.PACKAGE.parent.joinpath(*name.split("."))
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def unresolved(quoted: list[str]) -> list[str]:
@@ -35,7 +42,8 @@ def unresolved(quoted: list[str]) -> list[str]:
         if re.fullmatch(r"[\w/]+\.(py|md|yml|txt|toml|cfg)", name):
             good = (sizes.PACKAGE / name).is_file() or (ROOT / name).is_file()
         elif re.fullmatch(r"minispec(\.\w+)+", name):
-            good = importlib.util.find_spec(name) is not None
+            module, _, last = name.rpartition(".")
+            good = is_module(name) or is_module(module) and last in names
         elif match := re.fullmatch(r"([A-Z][a-z]*[A-Z][A-Za-z]*)(?:\.(\w+))?(?:\(.*\))?", name):
             good = match[1] in names and (match[2] is None or match[2] in names[match[1]])
             good &= all(word in source for word in re.findall(r"(\w+)=", name))
@@ -54,6 +62,7 @@ def test_the_name_check_finds_what_does_not_exist() -> None:
     wrong = [
         "kv/pond.py",
         "minispec.kv.pond",
+        "minispec.config.Configs",
         "SamplerParams",
         "SpeculativeConfig.depth",
         "MINISPEC_SPEED=9",
@@ -62,6 +71,7 @@ def test_the_name_check_finds_what_does_not_exist() -> None:
     right = [
         "kv/pool.py",
         "minispec.kv.pool",
+        "minispec.config.EngineConfig",
         "SamplingParams",
         "SpeculativeConfig.ngram_max",
         "MINISPEC_DEVICE",

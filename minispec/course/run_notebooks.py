@@ -2,13 +2,16 @@
 
 A number takes the notebook and its solutions; without numbers all are run. Each gets a fresh kernel in its own
 folder. What is written is the same on every machine: no widget state, no times, no kernel of the author's.
-A notebook that raises or hangs is left as it was, and the exit status is 1.
+A notebook that raises or hangs is left as it was, and the exit status is 1. The pictures in figures/ are outputs of
+notebooks (`FIGURES`), so they are written anew with them.
 
-Knows: the notebook format. Does not know: what the notebooks say. Used by `make notebooks`.
+Knows: the notebook format. Does not know: what the notebooks say. Used by `make notebooks`,
+for notebook 00 (the map) and all others.
 """
 
 from __future__ import annotations
 
+import base64
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +22,15 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
+FIGURES = {  # file in figures/ -> the notebook that draws it, words of the cell
+    "acceptance.svg": ("10", "token_strip(shown"),
+    "rollback.svg": ("12", "slots(moments, pool.page_size"),
+    "bandwidth.png": ("09", "figures.roofline("),
+    "radix.svg": ("06", "film.frames[-1]"),
+    "gantt.svg": ("05", "timeline({name"),
+    "overlap.svg": ("08", "two_lanes(clocks"),
+    "controller.png": ("12", "controller(engine.history)"),
+}
 WIDGET = "application/vnd.jupyter.widget-view+json"
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -74,6 +86,17 @@ def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
     return joined
 
 
+def figures_of(notebook: NotebookNode, path: Path) -> dict[str, bytes]:
+    """The pictures of `FIGURES` that this notebook has drawn: file -> content."""
+    found = {}
+    for name, (number, words) in FIGURES.items():
+        if path.name.startswith(number) and path.parent.name != "solutions":
+            [out] = next(c.outputs for c in notebook.cells if words in c.source and c.get("outputs"))
+            svg = out.data.get("image/svg+xml")
+            found[name] = svg.encode() if svg else base64.b64decode(out.data["image/png"])
+    return found
+
+
 def main(numbers: Sequence[str]) -> int:
     """Run the notebooks with these numbers; 0 if none raised."""
     failed = 0
@@ -88,6 +111,8 @@ def main(numbers: Sequence[str]) -> int:
             continue
         normalise(notebook)
         nbformat.write(notebook, path)
+        for name, content in figures_of(notebook, path).items():
+            (FOLDER.parent / "figures" / name).write_bytes(content)
         print("done")
     return failed
 

@@ -12,7 +12,7 @@ Every page has exactly one owner, so    free + cached (evictable) + cached (lock
      ^          |                                                        |
      +----------+---------------------- free, evict ---------------------+
 
-Taught in notebook 03 (pages) and notebook 07 (locks and eviction).
+Taught in notebooks 03 (pages), 06 (radix tree), 07 (locks and eviction) and 12 (speculation inside the engine).
 After PagedAttention in vLLM (Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving", 4).
 """
 

@@ -73,31 +73,27 @@ def _at_most(limit: int) -> Callable[[Sequence[int]], int]:
 
 # 02 The KV cache ---------------------------------------------------------------------------------------------------
 
+DTYPES = {4: torch.float32, 2: torch.float16}  # by bytes per number
+
 
 def nb02_ex1(kv_bytes: Callable[[ModelConfig, int], int]) -> None:
     """(config, bytes per number) -> bytes that one token adds to the cache."""
-    sizes = {4: torch.float32, 2: torch.float16}
     cases = [
         Case((model, size), model.kv_bytes_per_token(dtype), f"{name}, {size}")
         for name, model in MODELS.items()
-        for size, dtype in sizes.items()
+        for size, dtype in DTYPES.items()
     ]
     judge("exercise 1", kv_bytes, cases)
 
 
 def nb02_ex2(tokens_that_fit: Callable[[int, ModelConfig, int], int], mha_factor: float) -> None:
     """(bytes of memory, config, bytes per number) -> tokens, and how much more K/V the same model needs without GQA."""
-    every_head = replace(SMOLLM2, num_kv_heads=SMOLLM2.num_heads)
+    every_head, much = replace(SMOLLM2, num_kv_heads=SMOLLM2.num_heads), 256_000_000
+    asked = [(100, ONE_LAYER, 4, SIZES.format(1)), (much, SMOLLM2, 4, "smollm2"), (much, SMOLLM2, 2, "smollm2")]
+    asked.append((much, every_head, 4, "smollm2 with 9 K/V heads"))
     cases = [
-        Case(
-            (memory, model, size), memory // (2 * model.num_layers * model.num_kv_heads * model.head_dim * size), shown
-        )
-        for memory, model, size, shown in [
-            (100, ONE_LAYER, 4, f"100, {SIZES.format(1)}, 4"),
-            (256_000_000, SMOLLM2, 4, "256_000_000, smollm2, 4"),
-            (256_000_000, SMOLLM2, 2, "256_000_000, smollm2, 2"),
-            (256_000_000, every_head, 4, "256_000_000, smollm2 with 9 K/V heads, 4"),
-        ]
+        Case((memory, model, size), memory // model.kv_bytes_per_token(DTYPES[size]), f"{memory:_}, {shown}, {size}")
+        for memory, model, size, shown in asked
     ]
     judge("exercise 2, tokens", tokens_that_fit, cases)
     judge("exercise 2, factor", mha_factor, [Case((), 3.0)])

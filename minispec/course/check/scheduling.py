@@ -112,10 +112,8 @@ def _add(engine: Engine, prompt: int, output: int) -> Request:
 
 def nb04_ex2(joins: Callable[[int, list[int], int, int], list[int]]) -> None:
     """(requests that decode, prompts in the queue, budget, seats) -> rows of each request that joins, in order."""
-    rng, cases = (
-        random.Random(0),
-        [(1, [4], 8, 2), (2, [4, 4], 8, 3), (3, [6, 9, 4], 16, 8), (4, [5], 4, 4), (0, [9], 4, 4)],
-    )
+    rng, cases = random.Random(0), [(1, [4], 8, 2), (2, [4, 4], 8, 3), (3, [6, 9, 4], 16, 8), (4, [5], 4, 4)]
+    cases.append((0, [9], 4, 4))
     for size in range(1, 16):
         seats = rng.randint(1, 8)
         cases.append((rng.randint(0, seats), [rng.randint(1, 12) for _ in range(size)], rng.randint(seats, 40), seats))

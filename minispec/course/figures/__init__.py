@@ -12,6 +12,6 @@ from minispec.course.figures.base import COLORS, FIX, KEPT, OTHERS, STYLE, Pictu
 from minispec.course.figures.controller import REASON_LOOKS, controller
 from minispec.course.figures.drawings import SLOT_LOOKS, STAGES, request_map, slots, token_strip
 from minispec.course.figures.overlap import LANE_LOOKS, two_lanes, waterfall
-from minispec.course.figures.plots import bars, forwards, heat_maps, overlap, roofline, work
+from minispec.course.figures.plots import bars, break_even, forwards, heat_maps, overlap, roofline, token_bytes, work
 from minispec.course.figures.radix import TREE_LOOKS, TreeFilm, hit_rates
 from minispec.course.figures.scheduling import GANTT_LOOKS, budget, gantt, pages, trade

@@ -6,14 +6,14 @@ Used in notebooks 00, 09, 10 and 12.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from IPython.display import SVG
 
 from minispec.core import TokenKind
-from minispec.course.figures.base import COLORS, FIX, MARGIN, MONO, box, line, svg, text
+from minispec.course.figures.base import COLORS, FIX, MARGIN, MONO, OTHERS, box, line, svg, text
 from minispec.llm import RequestOutput
 from minispec.palette import KIND_COLORS, KIND_LABELS
 
@@ -47,16 +47,15 @@ STAGES = (
 )
 
 
-def request_map(folder: Path | str = ".") -> SVG:
-    """A request's life, box by box. Numbers are notebooks; those that exist in `folder` are links."""
-    files = {int(path.name[:2]): path.name for path in Path(folder).glob("[0-9][0-9]_*.ipynb")}
+def request_map() -> SVG:
+    """A request's life, box by box. Numbers are notebooks."""
     (left, top), (right, _) = STAGES[3].corner, STAGES[7].corner
     arrow = f'<path d="M0,0 L8,4 L0,8 z" fill="{COLORS["ink"]}"/>'
     parts = [
         f'<marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">{arrow}</marker>',
         box(left - 12, top - 32, right - left + STAGE_W + 24, STAGE_H + 58, COLORS["idle"], COLORS["again"]),
         text(left + STAGE_W + 16, top - 12, "one step = one forward of the model, repeated until the request ends"),
-        text(left, STAGES[-1].corner[1] + 20, "Numbers are notebooks. A dark one exists already."),
+        text(left, STAGES[-1].corner[1] + 20, "Numbers are notebooks."),
         text(left, STAGES[-1].corner[1] + 40, "Notebook 13 shows all parts working together."),
         _arrow(f"M{right + 40},{top + STAGE_H} v14 H{left + STAGE_W // 2} V{top + STAGE_H + 2}"),
     ]
@@ -65,7 +64,7 @@ def request_map(folder: Path | str = ".") -> SVG:
         across = f"M{x + STAGE_W},{y + STAGE_H // 2} H{to_x - 2}"
         down = f"M{x + STAGE_W // 2},{y + STAGE_H} v16 H{to_x + STAGE_W // 2} V{to_y - 2}"
         parts.append(_arrow(across if y == to_y else down))
-    parts += [part for stage in STAGES for part in _stage(stage, files)]
+    parts += [part for stage in STAGES for part in _stage(stage)]
     return svg(right + STAGE_W + MARGIN, STAGES[-1].corner[1] + STAGE_H + MARGIN, parts)
 
 
@@ -73,7 +72,7 @@ def _arrow(points: str) -> str:
     return line(points, 'marker-end="url(#tip)"')
 
 
-def _stage(stage: Stage, files: Mapping[int, str]) -> list[str]:
+def _stage(stage: Stage) -> list[str]:
     x, y = stage.corner
     parts = [
         box(x, y, STAGE_W, STAGE_H, "white"),
@@ -82,30 +81,56 @@ def _stage(stage: Stage, files: Mapping[int, str]) -> list[str]:
         *(text(x + 10, y + 56 + 14 * line, module, 11, font=MONO) for line, module in enumerate(stage.modules)),
     ]
     for place, number in enumerate(stage.notebooks):
-        at, fill, ink = x + 10 + 34 * place, *((COLORS["ink"], "white") if number in files else ("white", ""))
-        parts += [box(at, y + 78, 28, 18, fill), text(at + 6, y + 91, f"{number:02}", 11, fill=ink)]
+        at = x + 10 + 34 * place
+        parts += [box(at, y + 78, 28, 18, COLORS["ink"]), text(at + 6, y + 91, f"{number:02}", 11, fill="white")]
     return parts
 
 
-def token_strip(output: RequestOutput, tokenizer: Any) -> SVG:
-    """The answer token by token in the colours of `minispec.palette`; an underline joins what one forward wrote."""
+def token_strip(output: RequestOutput, tokenizer: Any, sure: Mapping[int, float] | None = None) -> SVG:
+    """The answer token by token in the colours of `minispec.palette`; an underline joins what one forward wrote.
+
+    sure: place in the answer -> the drafter's probability of its guess there. With it, two bars below each token show
+    this and the target's probability of the token, for which the request must have asked (`logprobs=0`).
+    """
     kinds = output.outputs[0].kinds
     words = [tokenizer.decode([t]).replace("\n", "\u21b5").replace(" ", "\u00b7") for t in output.token_ids]
+    below = 0 if sure is None else BAR_H + 6
     parts, x, y, line_start, width = [], MARGIN, MARGIN, MARGIN, 880
-    for word, kind in zip(words, kinds, strict=True):
+    for place, (word, kind) in enumerate(zip(words, kinds, strict=True)):
         box_width = 12 + 9 * len(word)
         if x + box_width > width - MARGIN:
-            x, y, line_start = MARGIN, y + 44, MARGIN
+            x, y, line_start = MARGIN, y + 44 + below, MARGIN
         parts += [box(x, y, box_width, 26, KIND_COLORS[kind], more=_border(kind)), _word(x + 6, y + 18, word, kind)]
-        parts.append(line(f"M{line_start},{y + 33} H{x + box_width}"))
+        parts.append(line(f"M{line_start},{y + 33 + below} H{x + box_width}"))
+        if sure is not None:
+            parts += _bars(x, y + 30, sure.get(place, 0.0), math.exp(output.logprobs[place].logprob))
         x += box_width + 4
         if kind is not TokenKind.ACCEPTED:  # the target's own token ends a forward
             x, line_start = x + 8, x + 8
+    y += below
     for place, kind in enumerate(TokenKind):
         left, top = MARGIN + 430 * (place % 2), y + 56 + 22 * (place // 2)
         parts.append(box(left, top, 18, 14, KIND_COLORS[kind], more=_border(kind)))
         parts.append(text(left + 26, top + 11, f"{kinds.count(kind)} {KIND_LABELS[kind]}"))
+    if sure is not None:
+        y += 32
+        parts += _bars(MARGIN, y + 68, 0.6, 0.9)
+        parts.append(
+            text(MARGIN + 26, y + 81, "left: how likely its guess was to the drafter; right: the token to the target")
+        )
     return svg(width, y + 110, parts)
+
+
+BAR_H = 18
+
+
+def _bars(x: float, y: float, draft: float, target: float) -> list[str]:
+    """Two probabilities as bars in a frame that is 1 high."""
+    parts = [box(x, y, 19, BAR_H, COLORS["idle"], COLORS["again"])]
+    for left, share, color in ((x + 1, draft, OTHERS[0]), (x + 10, target, COLORS["ink"])):
+        height = round(BAR_H * share)
+        parts += [f'<rect x="{left:g}" y="{y + BAR_H - height:g}" width="8" height="{height}" fill="{color}"/>']
+    return parts
 
 
 def _border(kind: TokenKind) -> str:
@@ -119,27 +144,38 @@ def _word(x: float, y: float, word: str, kind: TokenKind) -> str:
 SLOT_LOOKS = {  # what a slot holds -> its colour and a letter; a slot that waits for its token has only a border
     "prompt": (COLORS["prompt"], "p"),
     "output": (COLORS["output"], "o"),
+    "guess": (KIND_COLORS[TokenKind.BONUS], "g"),
     "undone": (FIX, "x"),
     "reserved": (COLORS["idle"], ""),
     "free": ("white", ""),
 }
 
 
-def slots(moments: Mapping[str, Sequence[str]], page_size: int) -> SVG:
-    """The slots of a small pool, one line for each moment; a gap ends each page. moments: name -> kind of each slot."""
-    left, side, parts = 7 * max(map(len, moments)) + 2 * MARGIN, 22, []
-    count = len(next(iter(moments.values())))
-    places = [left + slot * side + slot // page_size * 8 for slot in range(count)]
-    for row, (moment, kinds) in enumerate(moments.items()):
-        y = MARGIN + row * 30
-        parts.append(text(MARGIN, y + 16, moment))
-        for x, kind in zip(places, kinds, strict=True):
-            color, letter = SLOT_LOOKS[kind]
-            parts += [box(x, y, side - 2, 22, color, "" if kind != "free" else COLORS["again"])]
-            parts += [text(x + 7, y + 15, letter, font=MONO)] * bool(letter)
+def slots(moments: Mapping[str, Mapping[str, Sequence[str]]], page_size: int) -> SVG:
+    """The slots of a small pool or of a request, the rows of each moment; a gap ends each page.
+
+    moments: moment -> name of a row -> kind of each slot. "+" behind a kind: written since the moment before. A moment
+    of one row needs no name for it.
+    """
+    rows = [(moment, name, kinds) for moment, held in moments.items() for name, kinds in held.items()]
+    left, side, parts, y = 7 * max(len(name or moment) for moment, name, _ in rows) + 2 * MARGIN, 22, [], MARGIN - 30
+    places = [left + slot * side + slot // page_size * 8 for slot in range(len(rows[0][2]))]
+    for row, (moment, name, kinds) in enumerate(rows):
+        if name and (row == 0 or moment != rows[row - 1][0]):
+            parts.append(text(MARGIN, y + 46, moment, 13, more='font-weight="bold"'))
+            y += 24
+        y += 30
+        parts.append(text(MARGIN, y + 16, name or moment))
+        parts += [part for x, kind in zip(places, kinds, strict=True) for part in _slot(x, y, kind)]
+    used = {kind.rstrip("+") for _, _, kinds in rows for kind in kinds}
     y += 44
-    for place, (kind, (color, letter)) in enumerate(SLOT_LOOKS.items()):
-        x = MARGIN + 120 * place
-        parts.append(box(x, y, side - 2, 22, color, "" if kind != "free" else COLORS["again"]))
-        parts += [text(x + 7, y + 15, letter, font=MONO), text(x + 28, y + 16, kind)]
-    return svg(max(places[-1] + side, MARGIN + 600) + MARGIN, y + 42, parts)
+    for place, kind in enumerate(kind for kind in SLOT_LOOKS if kind in used):
+        parts += [*_slot(MARGIN + 120 * place, y, kind), text(MARGIN + 120 * place + 28, y + 16, kind)]
+    return svg(max(places[-1] + side, MARGIN + 720) + MARGIN, y + 42, parts)
+
+
+def _slot(x: float, y: float, kind: str) -> list[str]:
+    color, letter = SLOT_LOOKS[kind.rstrip("+")]
+    border = 'stroke-width="3"' if kind.endswith("+") else 'stroke-width="0.75"'
+    drawn = box(x, y, 20, 22, color, "" if kind != "free" else COLORS["again"], border)
+    return [drawn, text(x + 6, y + 15, letter, font=MONO)] if letter else [drawn]

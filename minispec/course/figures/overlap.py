@@ -80,11 +80,9 @@ def _legend(y: float, seen: list[str]) -> Iterator[str]:
     x = MARGIN
     for name in (*LANE_LOOKS, IDLE):
         if name in seen:
-            yield from (
-                _part(Event("", name, 0, 0, 0, 0, 0, ()), x, 22, y)
-                if name == IDLE
-                else [box(x, y, 22, LANE, LANE_LOOKS[name][0], "white")]
-            )
+            inset = LANE / 4 if name == IDLE else 0
+            look = (FIX, FIX) if name == IDLE else (LANE_LOOKS[name][0], "white")
+            yield box(x, y + inset, 22, LANE - 2 * inset, *look)
             words = "the device waits" if name == IDLE else name
             yield text(x + 30, y + 17, words)
             x += 56 + 8 * len(words)

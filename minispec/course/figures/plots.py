@@ -37,10 +37,10 @@ def work(runs: Mapping[str, Sequence[tuple[int, int]]], prompt_len: int) -> Pict
     return picture
 
 
-def roofline(read_gb_s: float, gflops: float, dots: Mapping[str, tuple[float, float]]) -> Picture:
-    """What a machine can reach, and what was reached. dots: label -> (operations per byte read, GFLOP/s).
+def roofline(read_gb_s: float, gflops: float, dots: Mapping[str, Sequence]) -> Picture:
+    """What a machine can reach, and what was reached. dots: label -> one or more (operations per byte read, GFLOP/s).
 
-    At most four dots; the first is a decode, the others bring more rows.
+    At most four labels; the first is a decode, the others bring more rows.
     """
     picture = Picture("roofline: " + ", ".join(dots), height=4.2)
     [ax] = picture.axes
@@ -49,11 +49,50 @@ def roofline(read_gb_s: float, gflops: float, dots: Mapping[str, tuple[float, fl
     ax.axvline(gflops / read_gb_s, color=COLORS["ink"], linestyle=":", linewidth=1)
     ax.text(0.12, read_gb_s, f"memory {read_gb_s:,.0f} GB/s", va="bottom")
     ax.text(950, 1.15 * gflops, f"arithmetic {gflops:,.0f} GFLOP/s", ha="right", va="bottom")
-    for (label, (x, y)), marker in zip(dots.items(), "osD^", strict=False):
+    for (label, points), marker in zip(dots.items(), "osD^", strict=False):
         color = COLORS["output" if marker == "o" else "prompt"]
-        ax.plot(x, y, marker, color=color, markersize=10, markeredgecolor=COLORS["ink"], label=label)
+        ax.plot(
+            *np.atleast_2d(points).T, marker, color=color, markersize=10, markeredgecolor=COLORS["ink"], label=label
+        )
     ax.set(xlabel="operations per byte read", ylabel="GFLOP/s", ylim=(0.01 * read_gb_s, 4 * gflops))
     ax.legend(loc="lower right")
+    return picture
+
+
+def token_bytes(parts: Mapping[str, float], plain: float, dots: Mapping[str, tuple[float, float]]) -> Picture:
+    """Bytes read for each token over the acceptance length.
+
+    parts: what a step with drafts reads, label -> bytes. plain: bytes of a step without drafts, which writes one token.
+    dots: label -> (acceptance length, bytes per token), measured. At most three of each.
+    """
+    picture = Picture("bytes read for each token")
+    [ax] = picture.axes
+    length = np.linspace(1, 1 + max(length for length, _ in dots.values()), 100)
+    bands = [size / length / 1e6 for size in parts.values()]
+    ax.stackplot(length, *bands, labels=parts, colors=(COLORS["again"], OTHERS[0], KEPT), edgecolor=COLORS["ink"])
+    ax.axhline(plain / 1e6, color=COLORS["ink"], linestyle="--", label="without guesses")
+    for (label, (x, y)), marker in zip(dots.items(), "osD", strict=False):
+        ax.plot(x, y / 1e6, marker, color=COLORS["output"], markersize=9, markeredgecolor=COLORS["ink"], label=label)
+    ax.set(xlabel="acceptance length: tokens of a verification", ylabel="MB read for each token", ylim=(0, None))
+    ax.legend(ncols=2, fontsize=9)
+    return picture
+
+
+def break_even(costs: Mapping[str, Mapping[int, float]]) -> Picture:
+    """How often a guess must be kept to pay for itself; a line ends where even certain guesses would not.
+
+    costs: label -> K -> time of a step with K drafts, in steps without. At most five labels.
+    """
+    picture, chances = Picture("break-even of K guesses: " + ", ".join(costs)), np.linspace(0, 1, 1001)
+    [ax] = picture.axes
+    looks = zip((*OTHERS[:2], KEPT, FIX, OTHERS[2]), "os^Dv", strict=True)
+    for (label, cost), (color, marker) in zip(costs.items(), looks, strict=False):
+        pays = [sum(chances**j for j in range(k + 1)) >= ratio for k, ratio in cost.items()]
+        least = [chances[each].min() if each.any() else np.nan for each in pays]
+        label += "" if np.isfinite(least).any() else ": never"
+        ax.plot(list(cost), least, marker=marker, color=color, markeredgecolor=COLORS["ink"], label=label)
+    ax.set(xlabel="K", ylabel="share of guesses that must be kept", ylim=(0, 1.05))
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), title="above its line\nguessing pays")
     return picture
 
 
@@ -120,9 +159,8 @@ def heat_maps(title: str, panels: Mapping[str, np.ndarray], rows: Sequence[int],
     """One panel for each [batch, K] array of numbers of which less is better; the best K of each batch is framed."""
     picture = Picture(title, columns=len(panels), height=3.2)
     for ax, (name, values) in zip(picture.axes, panels.items(), strict=True):
-        ax.imshow(
-            values, cmap="Blues", vmin=values.min(), vmax=1.6 * values.max(), aspect="auto"
-        )  # light: text is dark
+        dark = 1.6 * values.max()  # the text is dark, so no cell may be
+        ax.imshow(values, cmap="Blues", vmin=values.min(), vmax=dark, aspect="auto")
         for (row, column), value in np.ndenumerate(values):
             ax.text(column, row, f"{value:.2f}", ha="center", va="center", color=COLORS["ink"])
         for row, column in enumerate(values.argmin(1)):
