@@ -166,7 +166,7 @@ class Row:
     num_committed: int
     emits: bool = True
     carried: int | None = None  # its token is what this row of the step before, of those that emit, is going to choose
-    carried_token: int = 0  # that token, once it is chosen
+    carried_token: int = 0  # that token, once it is chosen; see Step.known
     max_drafts: int = 0  # draft tokens that are wanted and have slots and budget
     drafter: str = ""  # who drafts
     kind: int = 0  # of text, for those who compare drafters: tokens of the longest suffix that the text has said before
@@ -212,7 +212,7 @@ class Step:
     """The rows of one forward; N = sum of q_len packed tokens."""
 
     rows: list[Row]
-    carried: Tensor | None = None  # int64, tokens for the rows that carry one, where the host does not know them
+    known: Tensor | None = None  # int64, to the device alone so far: a token id of -1 - i in a row stands for known[i]
 
     @property
     def num_tokens(self) -> int:
@@ -220,12 +220,11 @@ class Step:
 
     def take_over(self, next_ids: Tensor) -> None:
         """Give the rows that carry a token the one that the step before has chosen; on a GPU it stays there."""
-        if next_ids.device.type != "cpu":
-            self.carried = next_ids
-            return
+        on_host = next_ids.device.type == "cpu"
+        self.known = None if on_host else next_ids
         for row in self.rows:
             if row.carried is not None:
-                row.carried_token = int(next_ids[row.carried])
+                row.carried_token = int(next_ids[row.carried]) if on_host else -1 - row.carried
 
     @property
     def sampled(self) -> list[Row]:

@@ -56,8 +56,11 @@ class TorchAttention:
         self.group_size = num_heads // num_kv_heads  # G
         self.dtype, self.device = dtype, torch.device(device)
 
-    def plan(self, layout: StepLayout, table: np.ndarray) -> Plan:
-        """Group the rows of a step. `table` [rows, positions] holds slot ids; it is read now and not kept."""
+    def plan(self, layout: StepLayout, table: np.ndarray, *, graph: bool = False) -> Plan:
+        """Group the rows of a step. `table` [rows, positions] holds slot ids; it is read now and not kept.
+
+        graph: the step repeats a recorded shape, which means nothing here.
+        """
         row_starts = np.concatenate([[0], np.cumsum(layout.q_lens)])
         groups = []
         for rows in _stacks(layout.q_lens, layout.kv_lens):
