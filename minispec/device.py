@@ -13,15 +13,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Generic, NamedTuple, TypeVar
+from contextlib import contextmanager, nullcontext
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from minispec.config import ConfigError, check_choice
 
+CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICE_VARIABLE = "MINISPEC_DEVICE"
 BFLOAT16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # Intel AMX, AVX-512 (Intel, AMD), ARM
@@ -80,6 +82,49 @@ def _cpu_bfloat16() -> tuple[bool, str]:
     return False, f"this processor has none of {', '.join(BFLOAT16_FLAGS)}"
 
 
+# Copies ----------------------------------------------------------------------------------------------------------
+#
+# On CUDA both ways go through page-locked memory, so that neither side waits. The memory comes from torch's pinned
+# allocator, which notes an event with each copy: a block is handed out again only when the copies that use it are done.
+
+
+def upload(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
+    """The arrays as tensors on `device`, in one copy for all. Do not write to the arrays afterwards.
+
+    Arrays of any shape and any type that torch knows. On a CPU nothing is copied.
+    """
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device.type == "cpu":
+        return tensors
+    return _parts(_packed(tensors, pin_memory=True).to(device, non_blocking=True), tensors)
+
+
+def download(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in host memory, where a CPU has them already. What a job downloads is there after `Flight.wait`."""
+    return [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+
+
+ALIGN = 16  # bytes at whose multiples each array begins: enough for every type
+
+
+def _packed(tensors: Sequence[torch.Tensor], *, pin_memory: bool = False) -> torch.Tensor:
+    """All of them in one run of bytes, uint8 [bytes]."""
+    size = sum(-(-tensor.nbytes // ALIGN) * ALIGN for tensor in tensors)
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory)
+    for part, tensor in zip(_parts(packed, tensors), tensors, strict=True):
+        part.copy_(tensor)
+    return packed
+
+
+def _parts(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of what `_packed` has put together, shaped and typed as the originals."""
+    parts, start = [], 0
+    for tensor in like:
+        parts.append(packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        start += -(-tensor.nbytes // ALIGN) * ALIGN
+    return parts
+
+
 # Jobs ------------------------------------------------------------------------------------------------------------
 #
 # A step of the engine has a part for the device (draft, forward, verify) and parts for the host (plan, settle). The
@@ -106,14 +151,14 @@ class Span(NamedTuple):
 class Watch:
     """Given to a job, which says `with watch("forward"): ...` around its parts."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock, self.spans = clock, []
+    def __init__(self, mark: Callable[[], Any]) -> None:
+        self.mark, self.spans = mark, []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = self.clock()
+        start = self.mark()
         yield
-        self.spans.append(Span(name, start, self.clock()))
+        self.spans.append(Span(name, start, self.mark()))
 
 
 Job = Callable[[Watch], T]
@@ -125,16 +170,43 @@ class Flight(Generic[T]):
     `peek` is for a later job: the result with its tensors, which the device may still be computing.
     """
 
-    def __init__(self, peek: Callable[[], T], watch: Watch, wait: Callable[[], T] | None = None) -> None:
-        self.peek, self.wait, self._watch = peek, wait or peek, watch
+    def __init__(self, peek: Callable[[], T], watch: Watch, wait: Callable[[], T]) -> None:
+        self.peek, self.wait, self._watch = peek, wait, watch
 
     @property
     def spans(self) -> list[Span]:
         return self._watch.spans
 
 
+class Stream:
+    """A CUDA stream as the host sees it. Marks are events; when they have passed they are turned into seconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)  # weights and pools are filled on another stream
+        self._known = self.mark(), time.perf_counter()  # nothing is ahead of this mark: it passes at once
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def wait(self, watch: Watch, done: torch.cuda.Event) -> None:
+        """Wait until `done` has passed, and say when the parts of the job did."""
+        if not done.query():
+            done.synchronize()
+            self._known = done, time.perf_counter()
+        event, at = self._known
+        watch.spans = [
+            Span(name, *(at + event.elapsed_time(mark) / 1e3 for mark in marks)) for name, *marks in watch.spans
+        ]
+
+
 class InlineDevice:
-    """The caller itself does the job, at once."""
+    """The caller itself does the job, at once; on CUDA it launches it, and `wait` waits for what was launched."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._stream = Stream(device) if device.type == "cuda" else None
 
     def now(self) -> float:
         """Seconds on this device's clock."""
@@ -145,46 +217,46 @@ class InlineDevice:
 
     def submit(self, job: Job[T]) -> Flight[T]:
         """Begin a job after all that were submitted before. What it raises is raised by `wait`."""
-        watch, future = Watch(self.now), Future()
-        _run(future, lambda: job(watch))
-        return Flight(future.result, watch)
+        stream = self._stream
+        watch = Watch(stream.mark if stream else self.now)
+
+        def work() -> tuple[T, torch.cuda.Event | None]:
+            with torch.cuda.stream(stream.stream) if stream else nullcontext(), torch.inference_mode():
+                return job(watch), stream.mark() if stream else None
+
+        future = self._begin(work)
+
+        def wait() -> T:
+            result, done = future.result()
+            if done:
+                stream.wait(watch, done)
+            return result
+
+        return Flight(lambda: future.result()[0], watch, wait)
+
+    def _begin(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(work())
+        except BaseException as error:  # it belongs to whoever waits
+            future.set_exception(error)
+        return future
 
     def close(self) -> None:
         """Take no more jobs; those that were submitted end."""
 
 
 class ThreadDevice(InlineDevice):
-    """One worker thread. On CUDA its work goes to a stream of its own, and `wait` waits for what the job launched."""
+    """One worker thread beside the caller."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         # The worker asks for the interpreter between two operations; the host must not keep it for long.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="minispec-device")
 
-    def submit(self, job: Job[T]) -> Flight[T]:
-        """See InlineDevice."""
-        watch = Watch(self.now)
-
-        done = torch.cuda.Event() if self._stream else None
-
-        def run() -> T:
-            on_stream: AbstractContextManager = torch.cuda.stream(self._stream) if self._stream else nullcontext()
-            with on_stream, torch.inference_mode():
-                result = job(watch)
-                if done:
-                    done.record(self._stream)
-                return result
-
-        future = self._worker.submit(run)
-
-        def wait() -> T:
-            result = future.result()
-            if done:
-                done.synchronize()
-            return result
-
-        return Flight(future.result, watch, wait)
+    def _begin(self, work: Callable[[], T]) -> Future[T]:
+        return self._worker.submit(work)
 
     def close(self) -> None:
         """See InlineDevice."""
@@ -199,6 +271,7 @@ class VirtualDevice(InlineDevice):
     """
 
     def __init__(self, dials: Mapping[str, float]) -> None:
+        super().__init__()
         self.dials = dict(dials)
         self._host = self._free = 0.0
 
@@ -212,23 +285,15 @@ class VirtualDevice(InlineDevice):
 
     def submit(self, job: Job[T]) -> Flight[T]:
         """See InlineDevice."""
-        watch, future = Watch(lambda: 0.0), Future()
-        _run(future, lambda: job(watch))
+        flight = super().submit(job)
         at = max(self._host, self._free)
-        for place, (name, *_) in enumerate(watch.spans):
-            watch.spans[place] = Span(name, at, at + self.dials.get(name, 0.0))
-            at = watch.spans[place].end
+        for place, (name, *_) in enumerate(flight.spans):
+            flight.spans[place] = Span(name, at, at + self.dials.get(name, 0.0))
+            at = flight.spans[place].end
         self._free = at
 
         def wait() -> T:
             self._host = max(self._host, at)
-            return future.result()
+            return flight.peek()
 
-        return Flight(future.result, watch, wait)
-
-
-def _run(future: Future, work: Callable[[], object]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:  # it belongs to whoever waits
-        future.set_exception(error)
+        return Flight(flight.peek, flight._watch, wait)

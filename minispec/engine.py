@@ -65,7 +65,7 @@ class Engine:
         self.config, self.runner, self.pool, self.drafters = config, runner, pool, list(drafters)
         self.intake = Intake(runner.vocab_size, min(context_length, pool.num_slots), eos_ids, tokenizer)
         self.scheduler = Scheduler(config, pool)
-        self.device = device or (ThreadDevice(runner.device) if config.enable_overlap else InlineDevice())
+        self.device = device or (ThreadDevice(runner.device) if config.enable_overlap else InlineDevice(runner.device))
         self.account = Account(self.device, trace=Trace() if config.enable_trace else None)
         self.metrics = self.account.metrics
         self.history: list[MetricsRow] = []
@@ -298,14 +298,16 @@ class Engine:
 
         def job(watch: Watch) -> Judged | None:
             if before is not None:
-                step.take_over(before.peek().next_ids)
+                step.take_over(before.peek().carried)
             if any(row.max_drafts for row in step.rows):
                 with watch("draft"):
                     self.controller.draft(step)
             with watch("forward"):
                 logits = self.runner.forward(step, self.pool.table.slots)
             with watch("verify"):
-                return judge(logits, step.sampled, self.verification) if step.sampled else None
+                judged = judge(logits, step.sampled, self.verification) if step.sampled else None
+            with watch("copy"):
+                return judged and judged.to_host()
 
         return self.account.launch(step, job)
 

@@ -8,12 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from minispec import doctor
 from minispec.config import ConfigError
-from minispec.device import BFLOAT16_FLAGS, DEVICE_VARIABLE, choose_device, choose_dtype
+from minispec.device import (
+    BFLOAT16_FLAGS,
+    DEVICE_VARIABLE,
+    _packed,
+    _parts,
+    choose_device,
+    choose_dtype,
+    download,
+    upload,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -116,3 +126,34 @@ def test_no_code_names_a_gpu_without_asking() -> None:
     bare = re.compile(r"\.cuda\(\)|device\s*=\s*[\\]?[\"']cuda")
     files = [*(ROOT / "minispec").rglob("*.py"), *(ROOT / "notebooks").rglob("*.ipynb")]
     assert files and not [f"{f}: {m[0]}" for f in files for m in [bare.search(f.read_text("utf-8"))] if m]
+
+
+ARRAYS = (
+    np.arange(3, dtype=np.int32),
+    np.zeros(0, dtype=np.int64),
+    np.array([True, False, True]),
+    np.arange(12, dtype=np.float64).reshape(3, 4)[:, ::2],  # not contiguous
+    np.array(7),
+    np.arange(5, dtype=np.int64),
+)
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    array = np.arange(4)
+    [tensor] = upload(CPU, array)
+    [back] = download(tensor)
+    assert tensor.data_ptr() == array.ctypes.data == back.data_ptr()
+    for array, tensor in zip(ARRAYS, upload(CPU, *ARRAYS), strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), array)
+        assert tensor.dtype == torch.from_numpy(array).dtype and tensor.shape == array.shape
+
+
+def test_arrays_of_all_types_share_one_buffer() -> None:
+    """The one copy that goes to a GPU, without the GPU."""
+    tensors = upload(CPU, *ARRAYS)
+    packed = _packed(tensors)
+    there = _parts(packed.clone(), tensors)  # clone: the copy
+    packed.fill_(255)
+    for tensor, part in zip(tensors, there, strict=True):
+        assert torch.equal(tensor, part) and tensor.dtype == part.dtype and part.shape == tensor.shape
+    assert packed.nbytes == 16 + 0 + 16 + 48 + 16 + 48

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from minispec.core import Row, TokenLogprob
+from minispec.device import download, upload
 from minispec.sampling.distribution import (
     LogitRow,
     bad_rows,
@@ -54,6 +55,11 @@ class Judged(NamedTuple):
     bad: torch.Tensor  # bool [R], no distribution
     broken: torch.Tensor  # bool [B]
     logprobs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # of rows that want them, see token_logprobs
+    carried: torch.Tensor  # next_ids on the logits' device, whatever becomes of the others
+
+    def to_host(self) -> Judged:
+        """All of it in host memory, but what the next step may read on the device; see `download`."""
+        return Judged(*download(*self[:4]), [tuple(download(*each)) for each in self.logprobs], self.carried)
 
 
 @torch.inference_mode()
@@ -64,17 +70,18 @@ def judge(logits: torch.Tensor, rows: Sequence[Row], verification: str = "reject
     `SpeculativeConfig`. With "match" every position is sampled with the random number that plain decoding uses there,
     so a seeded request gets the tokens that it gets without speculation.
     """
-    device = logits.device
     row_start, num_drafts = _places(rows)
-    drafts = torch.tensor([t for row in rows for t in (*row.drafts, -1)], device=device)  # [R]; -1: bonus row
-    starts, counts = torch.as_tensor(row_start, device=device), torch.as_tensor(num_drafts, device=device)
+    drafts = np.array([t for row in rows for t in (*row.drafts, -1)])  # [R]; -1: bonus row
+    greedy = all(row.request.params.greedy for row in rows)
+    random = [] if greedy else [_uniforms(rows, purpose) for purpose in _VERIFY_PURPOSES]
+    drafts, starts, counts, *random = upload(logits.device, drafts, row_start, num_drafts, *random)
 
     processed, q = process_logits(logits, _histories(rows)), None
-    if all(row.request.params.greedy for row in rows):
+    if greedy:
         verdict = verify_ids(processed.argmax(dim=-1), drafts, starts, counts)
     else:
         p = probabilities(processed, [row.request.params for row in rows for _ in range(row.num_logits)])  # [R, V]
-        u_accept, u_sample = (torch.as_tensor(_uniforms(rows, purpose), device=device) for purpose in _VERIFY_PURPOSES)
+        u_accept, u_sample = random
         if verification == "match":
             verdict = verify_ids(sample(p, u_sample), drafts, starts, counts)
         else:
@@ -90,11 +97,11 @@ def judge(logits: torch.Tensor, rows: Sequence[Row], verification: str = "reject
         for row, start in zip(rows, row_start, strict=True)
         if (top := row.request.params.logprobs) is not None
     ]
-    return Judged(verdict.accepted, verdict.next_ids, bad_rows(processed), broken, logprobs)
+    return Judged(verdict.accepted, verdict.next_ids, bad_rows(processed), broken, logprobs, verdict.next_ids)
 
 
 def outcomes(judged: Judged, rows: Sequence[Row]) -> list[Outcome]:
-    """What was decided, as plain numbers. Waits for the device if `judged` is there."""
+    """What was decided, as plain numbers. Waits for the device if `judged` is still there."""
     row_start, _ = _places(rows)
     accepted, next_ids, bad, broken = (column.tolist() for column in judged[:4])
     logprobs, result = iter(judged.logprobs), []
