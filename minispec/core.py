@@ -207,12 +207,22 @@ class Row:
         return 1 + len(self.drafts) if self.emits else 0
 
 
+UNKNOWN = -2  # where a row's token ids are below zero: UNKNOWN - i stands for Step.known[i], -1 for no token at all
+
+
+def known_tokens(token_ids: Tensor, known: Tensor | None) -> Tensor:
+    """int64 of any shape: what stands for a token that only the device knows is replaced by that token."""
+    return (
+        token_ids if known is None else known[(UNKNOWN - token_ids).clamp(min=0)].where(token_ids <= UNKNOWN, token_ids)
+    )
+
+
 @dataclass
 class Step:
     """The rows of one forward; N = sum of q_len packed tokens."""
 
     rows: list[Row]
-    known: Tensor | None = None  # int64, to the device alone so far: a token id of -1 - i in a row stands for known[i]
+    known: Tensor | None = None  # int64, tokens that only the device knows so far, see `known_tokens`
 
     @property
     def num_tokens(self) -> int:
@@ -224,7 +234,7 @@ class Step:
         self.known = None if on_host else next_ids
         for row in self.rows:
             if row.carried is not None:
-                row.carried_token = int(next_ids[row.carried]) if on_host else -1 - row.carried
+                row.carried_token = int(next_ids[row.carried]) if on_host else UNKNOWN - row.carried
 
     @property
     def sampled(self) -> list[Row]:

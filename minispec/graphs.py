@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from minispec.attention.flashinfer import GRAPH_SLOTS
-from minispec.core import StepLayout
+from minispec.core import StepLayout, known_tokens
 from minispec.device import upload
 
 SLOTS = 2  # place of the slots among a program's columns: token ids, positions, slots, and what it reads besides
@@ -46,16 +46,6 @@ def graph_batches(max_num_seqs: int) -> list[int]:
     """
     powers = [2**i for i in range(max_num_seqs.bit_length()) if 2**i < max_num_seqs]
     return [*powers, max_num_seqs]
-
-
-def known_tokens(token_ids: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
-    """Token ids [N] in which -1 - i stands for known[i], a token that the host has not seen: the ids themselves.
-
-    A negative number among `known` is a draft that went wrong (see `Judged.drafts`); any token may be read in its place.
-    """
-    if known is None:
-        return token_ids
-    return torch.where(token_ids < 0, known[(-1 - token_ids).clamp_(min=0)], token_ids).clamp_(min=0)
 
 
 def padded(layout: StepLayout, batch: int, q_len: int, spare: int) -> tuple[StepLayout, np.ndarray]:
@@ -122,14 +112,14 @@ class Program:
     def __call__(
         self, layout: StepLayout, table: np.ndarray, *extra: np.ndarray, known: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [R, V] of the step's logit_rows. known: see `known_tokens`."""
+        """Logits [R, V] of the step's logit_rows. known: see `known_tokens`; any token may be read in place of none."""
         shape = self._shape(layout)
         if shape is not None:
             return self._replay(shape, layout, table, extra, known)
         plan = self.attention.plan(layout, table)
         arrays = layout.token_ids, layout.positions, layout.slots, *extra, layout.logit_rows
         token_ids, *columns, wanted = upload(self.device, *arrays)
-        return self.body([known_tokens(token_ids, known), *columns], plan, wanted)
+        return self.body([known_tokens(token_ids, known).clamp(min=0), *columns], plan, wanted)
 
     def _shape(self, layout: StepLayout) -> tuple[int, int] | None:
         """The smallest recorded shape that the step fits into."""
@@ -152,13 +142,11 @@ class Program:
         recording, (whole, places) = self.recordings[shape], padded(layout, *shape, self.spare)
         spaced = [spread(column, places, len(whole.slots), self.spare) for column in extra]
         rows = np.arange(len(layout.q_lens)) if self.last_only else whole.logit_rows
-        columns, wanted = upload(
-            self.device, np.stack((whole.token_ids, whole.positions, whole.slots, *spaced)), rows
-        )
+        columns, wanted = upload(self.device, np.stack((whole.token_ids, whole.positions, whole.slots, *spaced)), rows)
         plan = self.attention.plan(whole, table, graph=True)
         recording.columns.copy_(columns)
         if known is not None:
-            recording.columns[0] = known_tokens(columns[0], known)
+            recording.columns[0] = known_tokens(columns[0], known).clamp(min=0)
         self.replays += 1
         return recording.replay(plan).index_select(0, wanted)
 
@@ -168,7 +156,7 @@ class Program:
 
         Off CUDA there is no graph, and a replay is a call with the same buffers: tests see what surrounds a graph.
         """
-        for batch, q_len in sorted(shapes, reverse=True):
+        for batch, q_len in sorted(set(shapes) - set(self.recordings), reverse=True):
             columns = torch.zeros(self.num_columns, batch * q_len, dtype=torch.int64, device=self.device)
             columns[SLOTS:] = self.spare
             wanted = None

@@ -85,7 +85,11 @@ class Tenant:
         device: torch.device,
         attention: str = "auto",
     ) -> None:
-        heads, size, where = (config.num_heads, config.num_kv_heads), config.head_dim, {"dtype": dtype, "device": device}
+        heads, size, where = (
+            (config.num_heads, config.num_kv_heads),
+            config.head_dim,
+            {"dtype": dtype, "device": device},
+        )
         name, self.reason = choose_attention(attention, size, **where)
         self.attention, self.spare = make_attention(name, *heads, size, **where), num_slots
         self.cache = KVCache(num_layers, num_slots + 1, config.num_kv_heads, size, **where)
