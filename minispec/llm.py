@@ -18,24 +18,28 @@ from typing import Any
 
 import torch
 
+from minispec.attention.choose import choose_attention
+from minispec.attention.flashinfer import DEVICE_BYTES
 from minispec.config import ConfigError, EngineConfig, SamplingParams
 from minispec.core import Request, Row, Step, TokenEvent, TokenKind, TokenLogprob
 from minispec.device import choose_device, choose_dtype
 from minispec.engine import Engine
+from minispec.graphs import graph_batches
 from minispec.kv.pool import KVPool
+from minispec.kv.sizing import forward_bytes, graph_bytes, slots_that_fit
 from minispec.metrics import EngineMetrics, MetricsRow, RequestMetrics
 from minispec.models.loading import load_model
 from minispec.runner import ModelRunner
 from minispec.sampling.distribution import token_logprobs
-from minispec.speculative.build import build_drafters, needs_hidden
+from minispec.speculative.build import Prepared, prepare_drafters
 from minispec.speculative.drafter import Drafter
+from minispec.speculative.model import ModelDrafter
 from minispec.trace import Trace
 
 log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 DEFAULT_CACHE_TOKENS = 16384  # slots on a CPU, where the limit is patience and not memory
-CUDA_CACHE_FRACTION = 0.8  # of the device memory that is free once the weights are loaded
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,8 @@ class LLM:
     dtype: "auto", "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda", "cuda:1".
     drafter: an object with the `Drafter` protocol instead of the one that speculative_config names.
     options: the fields of `minispec.config.EngineConfig`: page_size, max_num_batched_tokens, chunked_prefill_size,
-    max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, enable_radix_cache, enable_overlap,
-    enable_trace, check_every_step, speculative_config.
+    max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, attention_backend, enable_cuda_graphs,
+    enable_radix_cache, enable_overlap, enable_trace, check_every_step, speculative_config.
 
     Raises ConfigError for a bad option and ModelLoadError for a model that cannot be loaded; both are ValueErrors.
     """
@@ -169,7 +173,9 @@ class LLM:
         if context > loaded.config.context_length:
             limit = loaded.config.context_length
             raise ConfigError(f"context_length {context} is more than the {limit} tokens that this model can number")
-        num_slots = self.config.kv_cache_tokens or self._default_cache_tokens(context)
+        speculative = None if drafter else self.config.speculative_config
+        prepared = prepare_drafters(speculative, loaded, dtype=self.dtype, device=self.device)
+        num_slots = self.config.kv_cache_tokens or self._default_cache_tokens(context, prepared)
         if self.config.page_size > num_slots:
             raise ConfigError(f"page_size {self.config.page_size} is larger than the whole pool of {num_slots} tokens")
         pool = KVPool(
@@ -179,15 +185,16 @@ class LLM:
             max_len=min(context, num_slots),
             enable_radix_cache=self.config.enable_radix_cache,
         )
-        speculative = None if drafter else self.config.speculative_config
         runner = ModelRunner(
             self.model,
             pool.num_slots,
             num_text_tokens=len(self.tokenizer) if self.tokenizer else None,
             dtype=self.dtype,
             device=self.device,
-            keep_hidden=needs_hidden(speculative),
+            keep_hidden=any(each.reads_hidden for each in prepared),
+            attention=self.config.attention_backend,
         )
+        drafters = [drafter] if drafter else [each.build(runner, pool) for each in prepared]
         self.engine = Engine(
             self.config,
             runner,
@@ -195,21 +202,62 @@ class LLM:
             context_length=context,
             eos_ids=loaded.config.eos_ids,
             tokenizer=self.tokenizer,
-            drafters=[drafter] if drafter else build_drafters(speculative, loaded, runner, pool, dtype=self.dtype),
+            drafters=drafters,
         )
+        self.attention = f"{runner.tenant.attention.name} ({runner.tenant.reason})"
+        log.info("attention: %s", self.attention)
+        if self.config.enable_cuda_graphs and self.device.type == "cuda":
+            self._record(runner, drafters)
         self._open = True
 
-    def _default_cache_tokens(self, context: int) -> int:
+    @property
+    def _draft_tokens(self) -> int:
+        """Most drafts of a request and step."""
+        return self.config.speculative_config.candidate_length if self.config.speculative_config else 0
+
+    def _record(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
+        """Capture the steps that come again and again, and tell what that cost."""
+        batches, (before, _) = graph_batches(self.config.max_num_seqs), torch.cuda.mem_get_info(self.device)
+        runner.record(batches, self._draft_tokens)
+        for drafter in drafters:
+            if isinstance(drafter, ModelDrafter) and drafter.device == self.device:
+                drafter.record(batches, self._draft_tokens)
+        taken = (before - torch.cuda.mem_get_info(self.device)[0]) / 1e6
+        log.info("CUDA graphs: %d shapes of the target, %.0f MB in all", len(runner.program.recordings), taken)
+
+    def _default_cache_tokens(self, context: int, prepared: Sequence[Prepared]) -> int:
         fraction = self.config.mem_fraction_static
         if self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            room = free * CUDA_CACHE_FRACTION if fraction is None else free - total * (1 - fraction)
-            if speculative := self.config.speculative_config:
-                room *= 1 - speculative.state_cache_reserve
-            return max(context, int(room) // self.model_config.kv_bytes_per_token(self.dtype))
+            speculative = self.config.speculative_config
+            slots = slots_that_fit(
+                free,
+                total,
+                target=self.model_config.kv_bytes_per_token(self.dtype),
+                others=sum(each.bytes_per_slot for each in prepared),
+                fixed=self._bytes_besides_slots(1 + sum(each.attentions for each in prepared)),
+                fraction=fraction,
+                reserve=speculative.state_cache_reserve if speculative else 0.0,
+            )
+            return max(context, slots)
         if fraction is not None:
             raise ConfigError(f"mem_fraction_static {fraction} is for CUDA, got device 'cpu'; use kv_cache_tokens")
         return min(self.config.max_num_seqs * context, max(context, DEFAULT_CACHE_TOKENS))
+
+    def _bytes_besides_slots(self, attentions: int) -> int:
+        """What the largest step computes with, the attentions' workspaces and the graphs."""
+        config, model, size = self.config, self.model_config, self.dtype.itemsize
+        width = 3 * model.intermediate_size + 6 * model.hidden_size
+        judged = config.max_num_seqs * (1 + self._draft_tokens)
+        fixed = forward_bytes(width, config.max_num_batched_tokens, judged, model.vocab_size, size)
+        backend, _ = choose_attention(config.attention_backend, model.head_dim, self.dtype, self.device)
+        if backend == "flashinfer":
+            fixed += attentions * DEVICE_BYTES
+            if config.enable_cuda_graphs:
+                batches = graph_batches(config.max_num_seqs)
+                shapes = [(batch, q_len) for batch in batches for q_len in (1, 1 + self._draft_tokens)]
+                fixed += (1 + self._draft_tokens) * graph_bytes(shapes, model.vocab_size)
+        return fixed
 
     # Generation ------------------------------------------------------------------------------------------------
 

@@ -138,6 +138,10 @@ class ModelRunner:
         """Logits [R, V] float32 of the positions that `step` wants; writes K/V (and hidden) of all its tokens."""
         return self.program(pack(segments_of(step), table), table, known=step.known)
 
+    def record(self, batches: Sequence[int], candidate_length: int) -> None:
+        """Capture plain decoding and the verification of so many drafts."""
+        self.program.record((batch, q_len) for batch in batches for q_len in {1, candidate_length + 1})
+
     def _body(self, columns: Sequence[torch.Tensor], plan: Any, wanted: torch.Tensor | None) -> torch.Tensor:
         token_ids, positions, slots = columns
         hidden = self.model.forward(token_ids, positions, self.tenant.attend(plan))  # [N, H]

@@ -31,8 +31,10 @@ from minispec.device import upload
 
 HEAD_SIZES = (64, 128, 256)  # that FA2 kernels exist for
 WORKSPACE_BYTES = 128 << 20  # for partial results of long rows that several processors share
+PLAN_BYTES = 8 << 20  # for what a plan says
 PLAN_BUFFERS = 8  # a round of drafts plans once for each of its tokens, and should not wait for the first plan's copy
 GRAPH_SLOTS = 1 << 20  # positions that the rows of a captured step may attend to, all together
+DEVICE_BYTES = WORKSPACE_BYTES + PLAN_BYTES + 4 * GRAPH_SLOTS  # that one attention takes of the GPU
 
 
 def obstacle(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -91,6 +93,14 @@ def _starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
 
 
+def _pinned(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array).pin_memory()
+
+
+def _plan_buffer() -> tuple[torch.Tensor, torch.cuda.Event]:
+    return torch.empty(PLAN_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+
+
 @dataclass
 class Plan:
     """A planned step. new_slots [N]: where its K/V go; None in a captured step, whose graph has a place for them."""
@@ -119,10 +129,7 @@ class FlashInferAttention:
         self._mixed = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
         self._int_workspace = self._mixed._int_workspace_buffer
         self._captured: dict[tuple[int, int], Any] = {}
-        self._buffers = [
-            (torch.empty_like(self._int_workspace, device="cpu", pin_memory=True), torch.cuda.Event())
-            for _ in range(PLAN_BUFFERS)
-        ]
+        self._buffers = [_plan_buffer() for _ in range(PLAN_BUFFERS)]
         self._graph_slots: torch.Tensor | None = None  # int32, what captured steps attend to
 
     def plan(
@@ -142,8 +149,7 @@ class FlashInferAttention:
         kv_indices, slots = upload(self.device, indices.kv_indices, layout.slots)
         # Lengths stay on the host, where plan reads them; page-locked, so that its own copies of them do not wait.
         qo_indptr, kv_indptr, last_page_len = (
-            torch.from_numpy(array).pin_memory()
-            for array in (indices.qo_indptr, indices.kv_indptr, indices.last_page_len)
+            _pinned(array) for array in (indices.qo_indptr, indices.kv_indptr, indices.last_page_len)
         )
         shape = (*self._heads, 1)  # pages of one slot
         buffer, copied = self._buffers[0]
