@@ -57,6 +57,26 @@ def roofline(read_gb_s: float, gflops: float, dots: Mapping[str, tuple[float, fl
     return picture
 
 
+def bandwidth(target: int, draft: int, k: int, dots: Mapping[str, tuple[float, float]]) -> Picture:
+    """Weight bytes per token over tokens per forward: the model's line, and what was counted.
+
+    target, draft: bytes read by a forward of the target, and for one draft; K drafts in each step.
+    dots: label -> (tokens per forward of the target, bytes read per token); at most four.
+    """
+    picture = Picture("weights read per token: " + ", ".join(dots))
+    [ax] = picture.axes
+    length = np.linspace(1, k + 1, 100)
+    ax.plot(
+        length, (target + k * draft) / length / 1e6, color=COLORS["ink"], label=f"K = {k}: (target + K draft) / length"
+    )
+    ax.axhline(target / 1e6, color=COLORS["ink"], linestyle=":", label="no drafts")
+    for (label, (x, y)), marker in zip(dots.items(), "osD^", strict=False):
+        ax.plot(x, y / 1e6, marker, color=COLORS["output"], markersize=10, markeredgecolor=COLORS["ink"], label=label)
+    ax.set(xlabel="tokens per forward of the target", ylabel="MB read per token", ylim=(0, None))
+    ax.legend(loc="upper right", fontsize=9)
+    return picture
+
+
 def bars(
     title: str, series: Mapping[str, Mapping[str, float]], unit: str, colors: Sequence[str] = tuple(COLORS.values())
 ) -> Picture:
