@@ -88,23 +88,13 @@ class Recording:
 class Program:
     """Runs `body` over the tokens of a step, through a graph where one fits.
 
-    attention: plans the step for the body. spare: the slot that padding writes to. num_columns: 3, and one for each of
-    the `extra` columns, which hold slots. last_only: of a row with several tokens only the last one's logits are ever
-    wanted.
+    tenant: whose attention plans the steps, and whose spare slot padding writes to. num_extra: columns of slots that
+    the body reads besides. last_only: of a row with several tokens only the last one's logits are ever wanted.
     """
 
-    def __init__(
-        self,
-        body: Body,
-        attention: Any,
-        device: torch.device,
-        *,
-        spare: int,
-        num_columns: int = 3,
-        last_only: bool = False,
-    ) -> None:
-        self.body, self.attention, self.device = body, attention, device
-        self.spare, self.num_columns, self.last_only = spare, num_columns, last_only
+    def __init__(self, body: Body, tenant: Any, *, num_extra: int = 0, last_only: bool = False) -> None:
+        self.body, self.attention, self.spare = body, tenant.attention, tenant.spare
+        self.device, self.num_columns, self.last_only = tenant.device, 3 + num_extra, last_only
         self.recordings: dict[tuple[int, int], Recording] = {}  # by (batch, q_len)
         self.replays = 0
         self._memory = None  # that all recordings share: they run one after another

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from minispec.attention.choose import choose_attention
 from minispec.attention.flashinfer import DEVICE_BYTES
 from minispec.config import ConfigError, EngineConfig, SamplingParams
 from minispec.core import Request, Row, Step, TokenEvent, TokenKind, TokenLogprob
@@ -26,7 +25,7 @@ from minispec.device import choose_device, choose_dtype
 from minispec.engine import Engine
 from minispec.graphs import graph_batches
 from minispec.kv.pool import KVPool
-from minispec.kv.sizing import forward_bytes, graph_bytes, slots_that_fit
+from minispec.kv.sizing import slots_that_fit, step_bytes
 from minispec.metrics import EngineMetrics, MetricsRow, RequestMetrics
 from minispec.models.loading import load_model
 from minispec.runner import ModelRunner
@@ -210,54 +209,39 @@ class LLM:
             self._record(runner, drafters)
         self._open = True
 
-    @property
-    def _draft_tokens(self) -> int:
-        """Most drafts of a request and step."""
-        return self.config.speculative_config.candidate_length if self.config.speculative_config else 0
-
     def _record(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
         """Capture the steps that come again and again, and tell what that cost."""
         batches, (before, _) = graph_batches(self.config.max_num_seqs), torch.cuda.mem_get_info(self.device)
-        runner.record(batches, self._draft_tokens)
-        for drafter in drafters:
-            if isinstance(drafter, ModelDrafter) and drafter.device == self.device:
-                drafter.record(batches, self._draft_tokens)
+        for each in (runner, *drafters):
+            if isinstance(each, (ModelRunner, ModelDrafter)) and each.device == runner.device:
+                each.record(batches, self._most_drafts)
         taken = (before - torch.cuda.mem_get_info(self.device)[0]) / 1e6
         log.info("CUDA graphs: %d shapes of the target, %.0f MB in all", len(runner.program.recordings), taken)
 
+    @property
+    def _most_drafts(self) -> int:
+        return self.config.speculative_config.candidate_length if self.config.speculative_config else 0
+
     def _default_cache_tokens(self, context: int, prepared: Sequence[Prepared]) -> int:
-        fraction = self.config.mem_fraction_static
+        config, model = self.config, self.model_config
+        fraction, speculative = config.mem_fraction_static, config.speculative_config
         if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            speculative = self.config.speculative_config
+            judged = config.max_num_seqs * (1 + self._most_drafts)
+            widest = 3 * model.intermediate_size + 6 * model.hidden_size
+            batch, vocab_size, itemsize = config.max_num_batched_tokens, model.vocab_size, self.dtype.itemsize
             slots = slots_that_fit(
-                free,
-                total,
-                target=self.model_config.kv_bytes_per_token(self.dtype),
+                *torch.cuda.mem_get_info(self.device),
+                target=model.kv_bytes_per_token(self.dtype),
                 others=sum(each.bytes_per_slot for each in prepared),
-                fixed=self._bytes_besides_slots(1 + sum(each.attentions for each in prepared)),
+                fixed=step_bytes(widest, batch, judged, vocab_size, itemsize)
+                + (1 + sum(each.attentions for each in prepared)) * DEVICE_BYTES,
                 fraction=fraction,
                 reserve=speculative.state_cache_reserve if speculative else 0.0,
             )
             return max(context, slots)
         if fraction is not None:
             raise ConfigError(f"mem_fraction_static {fraction} is for CUDA, got device 'cpu'; use kv_cache_tokens")
-        return min(self.config.max_num_seqs * context, max(context, DEFAULT_CACHE_TOKENS))
-
-    def _bytes_besides_slots(self, attentions: int) -> int:
-        """What the largest step computes with, the attentions' workspaces and the graphs."""
-        config, model, size = self.config, self.model_config, self.dtype.itemsize
-        width = 3 * model.intermediate_size + 6 * model.hidden_size
-        judged = config.max_num_seqs * (1 + self._draft_tokens)
-        fixed = forward_bytes(width, config.max_num_batched_tokens, judged, model.vocab_size, size)
-        backend, _ = choose_attention(config.attention_backend, model.head_dim, self.dtype, self.device)
-        if backend == "flashinfer":
-            fixed += attentions * DEVICE_BYTES
-            if config.enable_cuda_graphs:
-                batches = graph_batches(config.max_num_seqs)
-                shapes = [(batch, q_len) for batch in batches for q_len in (1, 1 + self._draft_tokens)]
-                fixed += (1 + self._draft_tokens) * graph_bytes(shapes, model.vocab_size)
-        return fixed
+        return min(config.max_num_seqs * context, max(context, DEFAULT_CACHE_TOKENS))
 
     # Generation ------------------------------------------------------------------------------------------------
 

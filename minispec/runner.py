@@ -91,7 +91,8 @@ class Tenant:
             {"dtype": dtype, "device": device},
         )
         name, self.reason = choose_attention(attention, size, **where)
-        self.attention, self.spare = make_attention(name, *heads, size, **where), num_slots
+        self.attention = make_attention(name, *heads, size, **where)
+        self.device, self.spare = device, num_slots
         self.cache = KVCache(num_layers, num_slots + 1, config.num_kv_heads, size, **where)
 
     def attend(self, plan: Any) -> Attend:
@@ -129,7 +130,7 @@ class ModelRunner:
         self.weight_bytes = config.num_parameters_read * dtype.itemsize
         self.attention = attention  # as asked for; draft models ask for the same
         self.tenant = Tenant(config, config.num_layers, num_slots, dtype=dtype, device=device, attention=attention)
-        self.program = Program(self._body, self.tenant.attention, device, spare=num_slots)
+        self.program = Program(self._body, self.tenant)
         size = (num_slots + 1, config.hidden_size)
         self.hidden = torch.zeros(size, dtype=dtype, device=device) if keep_hidden else None
 

@@ -611,10 +611,13 @@ def test_slots_pay_for_every_tenant_and_for_what_is_not_slots():
         assert slots * target <= free * 0.8 * 0.8
 
 
-def test_bytes_of_logits_and_of_a_forward():
-    assert sizing.graph_bytes([(1, 1), (4, 5)], 1000) == 21 * 4000
-    assert sizing.forward_bytes(100, 8, 0, 1000, 2) == 1600
-    assert sizing.forward_bytes(100, 0, 3, 1000, 2) == 3 * 1000 * (sizing.SAMPLING_BYTES + 2)
+def test_a_step_pays_for_its_rows_and_for_its_logits():
+    assert sizing.step_bytes(100, 8, 0, 1000, 2) == 1600
+    assert sizing.step_bytes(100, 0, 3, 1000, 2) == 3 * 1000 * (sizing.SAMPLING_BYTES + sizing.GRAPH_BYTES + 2)
+    for most, k in ((1, 0), (16, 3), (33, 8)):  # logits that all graphs keep: the target's, and the draft's by depth
+        target = sum(batch * q for batch in graph_batches(most) for q in {1, k + 1})
+        draft = sum(batch * (2 if depth == 0 else 1) for batch in graph_batches(most) for depth in range(k))
+        assert 4 * (target + draft) <= sizing.GRAPH_BYTES * most * (k + 1)
 
 
 @pytest.mark.parametrize("kind,modules", [("mtp", 1), ("chain", 3), ("early-exit", 0), ("itself", 0), (None, 0)])

@@ -9,11 +9,10 @@ Knows: bytes. Does not know: devices, tensors. Taught in notebook 03 (pages).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 DEFAULT_FRACTION = 0.8  # of the free memory, where nobody asked for a share of the whole
 SAMPLING_BYTES = 40  # for each row and token of the vocabulary: p, q, sort keys and sums, at the same time
-LOGIT_BYTES = 4  # float32
+GRAPH_BYTES = 32  # the same for the logits that graphs keep: 4 bytes, and all graphs together have 8 times the rows of
+# the largest step, because their batches double from one to the next, and the draft's have fewer rows than the target's
 
 
 def slots_that_fit(
@@ -36,14 +35,9 @@ def slots_that_fit(
     return max(0, int(min((room - fixed) // (target + others), room * (1 - reserve) // target)))
 
 
-def forward_bytes(num_parameters_per_row: int, rows: int, logit_rows: int, vocab_size: int, itemsize: int) -> int:
-    """Most bytes that one step computes with at a time: `rows` packed tokens, of which `logit_rows` are judged.
+def step_bytes(numbers: int, rows: int, judged: int, vocab_size: int, itemsize: int) -> int:
+    """Most bytes that the forwards of a step and the graphs need besides slots and weights.
 
-    num_parameters_per_row: numbers of one token that are there at once, in the widest layer.
+    numbers: of one packed row, in the widest layer, that are there at the same time. judged: rows whose logits count.
     """
-    return rows * num_parameters_per_row * itemsize + logit_rows * vocab_size * (SAMPLING_BYTES + itemsize)
-
-
-def graph_bytes(shapes: Iterable[tuple[int, int]], vocab_size: int) -> int:
-    """Logits that the graphs of these (batch, q_len) shapes keep; what lies before them, all graphs share."""
-    return sum(batch * q_len for batch, q_len in shapes) * vocab_size * LOGIT_BYTES
+    return rows * numbers * itemsize + judged * vocab_size * (SAMPLING_BYTES + GRAPH_BYTES + itemsize)

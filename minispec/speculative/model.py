@@ -18,7 +18,6 @@ Taught in notebooks 10 (the MTP head) and 12 (speculation inside the engine).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,7 +41,7 @@ from minispec.speculative.drafter import Proposal
 CATCH_UP_ROWS = 512  # most rows of one request in one catch-up forward; a long prompt takes several
 
 
-class ModelDrafter(ABC):
+class ModelDrafter:
     """What all drafters with a model share. Subclasses say how one forward is done.
 
     runner: the target's. pool: slots, table and exact bits. sampled: draw drafts from q at the request's own
@@ -56,6 +55,7 @@ class ModelDrafter(ABC):
     chain = 1  # models that draft in turn, one for each depth; the last one drafts at all depths behind
     shift = 0  # positions before it have no draft row
     max_len: int | None = None  # positions that the draft model can number; longer requests are not drafted
+    program: Program  # see `_program`
     draft_ids: torch.Tensor | None = None  # int64 [V'], the target's id of each logit; None: they are the same
 
     def __init__(
@@ -78,9 +78,9 @@ class ModelDrafter(ABC):
         layout, table = self._layout(segments)
         return self._program(depth)(layout, table, known=known)
 
-    @abstractmethod
     def _program(self, depth: int) -> Program:
-        """What runs at this depth."""
+        """What runs at this depth: `program`, unless a subclass says more."""
+        return self.program
 
     def record(self, batches: Sequence[int], candidate_length: int) -> None:
         """Capture what a round of so many drafts runs: a catch-up after a verification, and one row for each draft."""
@@ -262,14 +262,7 @@ class MTPDrafter(ModelDrafter):
         where = {"dtype": dtype, "device": self.device, "attention": runner.attention}
         self.tenants = [Tenant(config, 1, pool.num_slots, **where) for _ in self.modules]
         self.programs = {
-            (k, source): Program(
-                partial(self._body, k, source),
-                self.tenants[k - 1].attention,
-                self.device,
-                spare=pool.num_slots,
-                num_columns=4,
-                last_only=True,
-            )
+            (k, source): Program(partial(self._body, k, source), self.tenants[k - 1], num_extra=1, last_only=True)
             for k in range(1, self.chain + 1)
             for source in {k - 1, k}
         }
@@ -320,10 +313,7 @@ class StandaloneDrafter(ModelDrafter):
         self.tenant = Tenant(
             config, config.num_layers, pool.num_slots, dtype=norm.dtype, device=norm.device, attention=self.attention
         )
-        self.program = _causal_program(model, self.tenant, self.device)
-
-    def _program(self, depth: int) -> Program:
-        return self.program
+        self.program = _causal_program(model, self.tenant)
 
 
 class EarlyExitDrafter(ModelDrafter):
@@ -338,17 +328,14 @@ class EarlyExitDrafter(ModelDrafter):
         super().__init__(runner, pool, **choice)
         config = runner.model.config
         self.weight_bytes = _bytes_of_layers(config, num_layers, runner.model.head.itemsize, config.vocab_size)
-        self.program = _causal_program(runner.model, runner.tenant, self.device, num_layers)
+        self.program = _causal_program(runner.model, runner.tenant, num_layers)
 
     def cursor(self, request: Request) -> int:
         """The target itself has read all tokens but the last."""
         return request.kv_len
 
-    def _program(self, depth: int) -> Program:
-        return self.program
 
-
-def _causal_program(model: CausalLM, tenant: Tenant, device: torch.device, num_layers: int | None = None) -> Program:
+def _causal_program(model: CausalLM, tenant: Tenant, num_layers: int | None = None) -> Program:
     """Drafting with a whole model, or with its first layers."""
 
     def body(columns: Sequence[torch.Tensor], plan: Any, wanted: torch.Tensor | None) -> torch.Tensor:
@@ -356,7 +343,7 @@ def _causal_program(model: CausalLM, tenant: Tenant, device: torch.device, num_l
         hidden = model.forward(token_ids, positions, tenant.attend(plan), num_layers=num_layers)
         return model.logits(hidden if wanted is None else hidden.index_select(0, wanted))
 
-    return Program(body, tenant.attention, device, spare=tenant.spare, last_only=True)
+    return Program(body, tenant, last_only=True)
 
 
 def _bytes_of_layers(config: ModelConfig, num_layers: int, itemsize: int, vocab_size: int) -> int:
