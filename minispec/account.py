@@ -27,7 +27,7 @@ class Launched:
     flight: Flight[Judged | None]
     number: int  # of the launch, from 1
     seconds: dict[str, float] = field(default_factory=dict)  # of its parts on the device
-    outcomes: list[Outcome] = field(default_factory=list)  # of the rows that emit
+    outcomes: list[Outcome | None] = field(default_factory=list)  # what each row brought; None: it emits nothing
     emitted: list[int] = field(default_factory=list)  # tokens that each row has added
 
 

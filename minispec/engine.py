@@ -41,6 +41,8 @@ from minispec.trace import Trace
 
 log = logging.getLogger(__name__)
 
+NO_TOKEN = "no token can be chosen: the logits are not finite, or every token is forbidden"
+
 
 class Engine:
     """Runs requests over one model. It belongs to one thread; only `add` and `abort` may be called from a callback.
@@ -79,7 +81,7 @@ class Engine:
         self._ids = itertools.count()
         self._launched: Launched | None = None  # on the device
         self._unsettled: Launched | None = None  # its tokens are committed, and not yet looked at
-        self._leaving: list[tuple[Request, str, TokenEvent | None]] = []  # ended with a step in flight
+        self._leaving: dict[Request, tuple[str, TokenEvent | None]] = {}  # ended with a step in flight
         self._stepping = False
         self._abort_later: set[Request] = set()  # whose abort came from inside a step
         self._raised: list[BaseException] = []  # by callbacks
@@ -96,11 +98,13 @@ class Engine:
     ) -> list[Request]:
         """Queue the `params.n` completions of a prompt (token ids); they run when `step` is called.
 
-        Raises ConfigError: see `Intake.requests`, or an id of a request that is still running.
+        Raises ConfigError: see `Intake.requests`, an id of a request that is still running, or a closed engine.
         """
-        group = request_id if request_id is not None else self._new_id()
-        requests = self.intake.requests(prompt, params, group, on_token)
         running = {request.group for request in self.requests.values()} | set(self.requests)
+        group = request_id
+        if group is None:
+            group = next(name for name in map("request-{}".format, self._ids) if name not in running)
+        requests = self.intake.requests(prompt, params, group, on_token)
         for name in (group, *(request.id for request in requests)):
             if name in running:
                 raise ConfigError(f"request id {name!r} is already running")
@@ -126,10 +130,6 @@ class Engine:
                 finally:  # whatever the step in flight brought, these end with this block
                     self._abort_later.update(found)
         return bool(found)
-
-    def _new_id(self) -> str:
-        taken = {request.group for request in self.requests.values()} | set(self.requests)
-        return next(name for name in map("request-{}".format, self._ids) if name not in taken)
 
     @property
     def context_length(self) -> int:
@@ -263,15 +263,12 @@ class Engine:
     def _carry(self, step: Step, before: Launched) -> bool:
         """Let rows of `step` take their token from `before`, which is in flight; False if one cannot."""
         drafting = self.controller and (self.controller.on or any(row.max_drafts for row in before.step.rows))
-        if not step.rows or drafting:
-            return False
         places = {row.request: place for place, row in enumerate(before.step.sampled)}
+        unknown = any(row.request in places and needs_processing(row.request.params) for row in step.rows)
+        if not step.rows or drafting or unknown:  # a history must be known to process logits
+            return False
         for row in step.rows:
-            if row.request in places and needs_processing(row.request.params):  # its history must be known
-                return False
-        for row in step.rows:
-            row.carried = places.get(row.request)
-            row.max_drafts = 0
+            row.carried, row.max_drafts = places.get(row.request), 0
         return True
 
     def _complete(self, step: Step) -> Step:
@@ -323,18 +320,16 @@ class Engine:
         with self.account.timed("advance", launched):
             if self.controller:
                 self.controller.settle()
-            launched.outcomes = outcomes(judged, step.sampled) if judged else []
-            results = iter(launched.outcomes)
-            for row in step.rows:
-                request, outcome = row.request, next(results) if row.emits else None
+            results = iter(outcomes(judged, step.sampled) if judged else ())
+            launched.outcomes = [next(results) if row.emits else None for row in step.rows]
+            for row, outcome in zip(step.rows, launched.outcomes, strict=True):
+                request = row.request
                 request.in_flight -= 1
                 request.unread -= row.emits * (1 + row.max_drafts)
                 dropped = request.ending or request in self._abort_later  # it ended while this was in flight
                 launched.emitted.append(0 if dropped else self._take(row, outcome))
-            for request, reason, event in self._leaving[:]:
-                if not request.in_flight:
-                    self._leaving.remove((request, reason, event))
-                    self._finish(request, reason, event)
+            for request in [request for request in self._leaving if not request.in_flight]:
+                self._finish(request, *self._leaving.pop(request))
 
     def _take(self, row: Row, outcome: Outcome | None) -> int:
         """Commit what a row has brought; the number of tokens that it adds."""
@@ -347,11 +342,7 @@ class Engine:
                 self.pool.commit_prefix(request, row.end)
         if outcome is None:
             return 0
-        if outcome.failed:
-            request.error = "no token can be chosen: the logits are not finite, or every token is forbidden"
-            request.ending = "error"
-            return 0
-        for place, (token, kind) in enumerate(zip(outcome.tokens, row.kinds(outcome.accepted), strict=True)):
+        for place, (token, kind) in enumerate(zip(outcome.tokens, row.kinds(outcome.accepted), strict=False)):
             request.tokens.append(token)
             request.kinds.append(kind)
             if outcome.logprobs:
@@ -362,8 +353,10 @@ class Engine:
             if len(request.tokens) == request.max_len:
                 request.ending = "length"
                 break
+        else:
+            request.ending = "error" if outcome.failed else None
         request.kv_len = len(request.tokens) - 1  # rollback: what lies behind is not valid any more
-        return place + 1
+        return len(request.tokens) - before
 
     def _give_up(self, launched: Launched) -> None:
         """The device failed: the cursors go back to where they were before the launches, and nothing is in flight."""
@@ -377,8 +370,8 @@ class Engine:
             request.in_flight = request.unread = 0
             if len(request.tokens) == request.prefill_end:
                 request.kv_len = min(request.kv_len, row.start)
-        for request, reason, event in self._leaving:
-            self._finish(request, reason, event)
+        for request, ending in self._leaving.items():
+            self._finish(request, *ending)
         self._leaving.clear()
 
     def _settle(self, launched: Launched) -> None:
@@ -386,17 +379,20 @@ class Engine:
         step = launched.step
         with self.account.timed("settle", launched):
             self.account.count_seconds(launched)
-            results, emitted = iter(launched.outcomes), []
-            for row, count in zip(step.rows, launched.emitted, strict=True):
-                outcome = next(results) if row.emits else None
-                if outcome is None or row.request.finished:
+            emitted = []
+            for row, outcome, count in zip(step.rows, launched.outcomes, launched.emitted, strict=True):
+                request = row.request
+                if outcome is None or request.finished:
                     continue
-                if row.request in self._abort_later:  # by the callback of another one: this was not seen by anybody
-                    row.request.end = row.end if count else row.request.end
-                elif outcome.failed:
-                    self._finish(row.request, "error")
-                elif count:
+                if request in self._abort_later:  # by the callback of another one: this was not seen by anybody
+                    request.end = row.end if count else request.end
+                    continue
+                if count:
                     emitted.append(self._report(row, outcome, count))
+                ended = request.finished or request in self._abort_later  # by the tokens before the one that failed
+                if outcome.failed and request.ending == "error" and not ended:
+                    request.error = request.error or NO_TOKEN
+                    self._finish(request, "error")
             self.metrics.output_tokens += sum(emitted)
             if emitted:
                 self.metrics.forwards_saved += sum(emitted) / len(emitted) - 1
@@ -468,9 +464,9 @@ class Engine:
     def _finish(self, request: Request, reason: str, event: TokenEvent | None = None) -> None:
         """The only way out: give everything back and say so once; when a launched step still has it, after that."""
         if request.in_flight:
-            if not any(request is other for other, *_ in self._leaving):
+            if request not in self._leaving:
                 request.ending = reason
-                self._leaving.append((request, reason, event))
+                self._leaving[request] = reason, event
             return
         if request.end is not None:
             kept = request.num_output
@@ -504,7 +500,8 @@ class Engine:
             assert request.status is Status.RUNNING or request.table_row is None, f"{request.id} waits and holds slots"
 
     def close(self) -> None:
-        """Abort what runs and let the device go."""
+        """Abort what runs and let the device go. Nothing can be added after that."""
+        self.intake.open = False
         try:
             with self._exclusive():
                 try:

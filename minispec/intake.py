@@ -26,6 +26,7 @@ class Intake:
         self.vocab_size, self.context_length = vocab_size, context_length
         self.eos_ids, self.tokenizer = frozenset(eos_ids), tokenizer
         self._seeds = random.SystemRandom()
+        self.open = True  # False: the engine is closed, and nothing will run any more
         if context_length < 2:
             raise ConfigError(f"a context of {context_length} tokens cannot hold a prompt and an output token")
 
@@ -38,9 +39,11 @@ class Intake:
     ) -> list[Request]:
         """The `params.n` completions of a prompt (token ids), named after their group.
 
-        Raises ConfigError: empty prompt, an id outside the vocabulary, no room for one output token, stop strings
-        without a tokenizer.
+        Raises ConfigError: closed engine, empty prompt, an id outside the vocabulary, no room for one output token,
+        stop strings without a tokenizer.
         """
+        if not self.open:
+            raise ConfigError("the engine is closed: it takes no more requests")
         prompt = self.check_prompt(prompt)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)

@@ -23,8 +23,6 @@ from __future__ import annotations
 
 from collections import deque
 
-import numpy as np
-
 from minispec.config import EngineConfig
 from minispec.core import Request, Row, Status, Step
 from minispec.kv.pool import KVPool, pages_for
@@ -163,21 +161,13 @@ class Scheduler:
         that from the radix cache: n completions of one prompt, or a burst of prompts with one long system prompt,
         compute the common part once.
         """
-        if not self.config.enable_radix_cache:
+        reading = [other for other in self.running if len(other.tokens) == other.prefill_end]
+        if not reading or not self.config.enable_radix_cache:
             return False
-        tokens = np.array(request.tokens[:-1])
-        cached = None
-        for other in self.running:
-            if len(other.tokens) == other.prefill_end:  # its first token is not there: the tree may lack its prompt
-                shared = _common_prefix(tokens, np.array(other.tokens[: other.prefill_end]))
-                shared -= shared % self.pool.page_size
-                cached = self.pool.tree.match(request.tokens[:-1]).length if cached is None else cached
-                if shared - cached > (len(request.tokens) - cached) / 2:
-                    return True
-        return False
-
-
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if len(different) else n
+        cached, size = self.pool.tree.match(request.tokens[:-1]).length, self.pool.page_size
+        # More than half of the rest, in whole pages. The tree may lack it until the other has its first token.
+        shared = size * pages_for((len(request.tokens) + cached) // 2 + 1, size)
+        if shared >= len(request.tokens):
+            return False
+        prefix = request.tokens[:shared]
+        return any(other.prefill_end >= shared and other.tokens[:shared] == prefix for other in reading)

@@ -6,6 +6,7 @@ what the parts mean. Taught in notebook 08 (overlap).
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HOST, DEVICE = "host", "device"
+IDLE = "idle"  # the name of gaps, which are derived and not recorded
 
 
 class Event(NamedTuple):
@@ -44,21 +46,19 @@ class Trace:
         """The events of one lane, in order of their start."""
         return sorted((event for event in self.events if event.lane == name), key=lambda event: event.start)
 
+    def idle(self, lane: str = DEVICE, shortest: float = 0.0) -> list[Event]:
+        """The gaps of a lane that are longer than `shortest` seconds, as events of the step that was waited for."""
+        pairs = itertools.pairwise(self.lane(lane))
+        return [b._replace(name=IDLE, start=a.end, end=b.start) for a, b in pairs if b.start - a.end > shortest]
+
     def idle_share(self, lane: str = DEVICE) -> float:
         """Share of the time from the lane's first event to its last one's end in which it did nothing."""
         events = self.lane(lane)
-        if not events or events[-1].end == events[0].start:
-            return 0.0
-        return 1 - sum(e.end - e.start for e in events) / (max(e.end for e in events) - events[0].start)
-
-    def idle(self, lane: str = DEVICE, shortest: float = 0.0) -> list[tuple[float, float]]:
-        """(start, end) of each gap of a lane that is longer than `shortest` seconds."""
-        events = self.lane(lane)
-        gaps = [(a.end, b.start) for a, b in zip(events, events[1:], strict=False)]
-        return [(start, end) for start, end in gaps if end - start > shortest]
+        whole = events[-1].end - events[0].start if events else 0.0
+        return sum(gap.end - gap.start for gap in self.idle(lane)) / whole if whole else 0.0
 
     def to_perfetto(self, path: Path | str) -> None:
-        """Write all events as Chrome trace JSON, times in microseconds from the first event."""
+        """Write all events and gaps as Chrome trace JSON, times in microseconds from the first event."""
         Path(path).write_text(json.dumps({"traceEvents": list(self._chrome()), "displayTimeUnit": "ms"}), "utf-8")
 
     def _chrome(self) -> Iterable[dict]:
@@ -66,7 +66,7 @@ class Trace:
         zero = min((event.start for event in self.events), default=0.0)
         for number, lane in enumerate(lanes):
             yield {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": lane}}
-        for e in self.events:
+        for e in (*self.events, *self.idle(HOST), *self.idle(DEVICE)):
             times = {"ts": 1e6 * (e.start - zero), "dur": 1e6 * (e.end - e.start)}
             args = {"step": e.step, "rows": e.rows, "tokens": e.tokens, "requests": list(e.request_ids)}
             yield {"ph": "X", "name": e.name, "pid": 1, "tid": lanes.index(e.lane), "args": args, **times}

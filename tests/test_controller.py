@@ -222,6 +222,38 @@ def test_an_oracle_gets_the_longest_drafts_and_a_fool_gets_none(clock):
     assert lengths(fool)[0] > 0.9 * sum(lengths(fool).values()) and fool.metrics.choices["probe"] > 2
 
 
+def fixed_time(clock, k, waves, tokens, seed=0) -> float:
+    """Time on the clock of an engine that always drafts k tokens, without the engine.
+
+    waves: one after the other, batches of (prompt length, chance that a draft is right) for each request.
+    """
+    rng, time = random.Random(seed), 0.0
+    for wave in waves:
+        time += clock.cost(sum(length for length, _ in wave))
+        left = [tokens - 1] * len(wave)
+        while any(left):
+            drafts = [max(0, min(k, n - 1)) for n in left]
+            time += clock.cost(sum(d + (n > 0) for d, n in zip(drafts, left, strict=True))) + clock.draft * max(drafts)
+            for b, (_, chance) in enumerate(wave):
+                right = [rng.random() < chance for _ in range(drafts[b])]
+                left[b] -= (left[b] > 0) * (1 + [*right, False].index(False))
+    return time
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 6])
+def test_the_time_of_a_fixed_length_needs_no_engine(clock, k):
+    clock.cost = lambda rows: max(30.0, 12 + 2.2 * rows)
+    logits_of, chance = markov(), {1: 0.9, 2: 0.15, 3: 0.5}
+    engine = make(
+        Chancy(logits_of, lambda request: chance[request.prompt[0]]), logits_of, candidate_length=k, adaptive=False
+    )
+    waves, start = ([1], [2, 1, 3, 3], [1, 2]), clock.now
+    for wave in waves:
+        run(engine, [[first, 2] for first in wave], greedy(40))
+    expected = fixed_time(clock, k, [[(2, chance[first]) for first in wave] for wave in waves], 40)
+    assert clock.now - start == pytest.approx(expected)
+
+
 def spent(clock, drafter, prompts, params, logits_of=None, **speculative) -> float:
     """Time on the clock that an engine needs for these requests."""
     start = clock.now
@@ -247,12 +279,9 @@ def test_adaptive_comes_near_the_best_fixed_length(clock, costs, batch, tokens):
     logits_of, prompts = markov(), [[1 + b % 11, 2, 1 + b % 7] for b in range(batch)]
     ratios = []
     for chance in (0.0, 0.3, 0.6, 0.9):
-
-        def time_of(k, adaptive, chance=chance):
-            made = Chancy(logits_of, lambda request: chance)
-            return spent(clock, made, prompts, greedy(tokens), logits_of, candidate_length=k, adaptive=adaptive)
-
-        ratios.append(min(time_of(k, False) for k in (0, 1, 2, 4, 6)) / time_of(6, True))
+        fixed = [fixed_time(clock, k, [[(3, chance)] * batch], tokens) for k in range(7)]
+        made = Chancy(logits_of, lambda request, chance=chance: chance)
+        ratios.append(min(fixed) / spent(clock, made, prompts, greedy(tokens), logits_of, candidate_length=6))
     assert min(ratios) > 0.88 and sum(ratios) / 4 > 0.94, ratios
 
 
@@ -260,26 +289,23 @@ def test_adaptive_beats_every_fixed_length_when_text_and_batch_change(clock):
     clock.cost, clock.draft = lambda rows: max(30.0, 12 + 2.2 * rows), 2.0
     logits_of = markov()
     # Long stretches of easy and hard text, alone and in a crowd.
-    chance = lambda request: 0.9 if request.prompt[0] % 2 else 0.15  # noqa: E731
     waves = [[1], [2], [1, 2, 3, 4] * 4, [1, 3, 1], [2, 4, 2, 4] * 3]
-
-    def time_of(k, adaptive):
-        engine = make(Chancy(logits_of, chance), logits_of, candidate_length=k, adaptive=adaptive)
-        start = clock.now
-        for wave in waves:
-            run(engine, [[first, 2] for first in wave], greedy(200))
-        return clock.now - start
-
-    fixed = {k: time_of(k, False) for k in range(8)}
-    adaptive = time_of(7, True)
-    assert adaptive < min(fixed.values()), (adaptive, fixed)
+    chance = [0.15, 0.9]
+    fixed = [
+        fixed_time(clock, k, [[(2, chance[first % 2]) for first in wave] for wave in waves], 200) for k in range(8)
+    ]
+    made = Chancy(logits_of, lambda request: chance[request.prompt[0] % 2])
+    engine, start = make(made, logits_of, candidate_length=7), clock.now
+    for wave in waves:
+        run(engine, [[first, 2] for first in wave], greedy(200))
+    assert clock.now - start < min(fixed), (clock.now - start, fixed)
 
 
 def test_a_useless_drafter_costs_less_than_a_twentieth(clock):
     logits_of = markov()
     for draft in (0.5, 2.0, 6.0):
         clock.draft = draft
-        plain = spent(clock, None, [[1, 2]], greedy(600), logits_of)
+        plain = fixed_time(clock, 0, [[(2, 0.0)]], 600)
         useless = spent(clock, scripted(logits_of, script=[0]), [[1, 2]], greedy(600), logits_of)
         assert useless <= plain / 0.95
 
@@ -603,8 +629,8 @@ def test_a_sampled_request_is_right_whatever_the_controller_does():
         logits_of,
         vocab_size=4,
         slots=8192,
-        max_num_seqs=64,
-        max_num_batched_tokens=1024,
+        max_num_seqs=256,
+        max_num_batched_tokens=2048,
         drafter=Uniform(),
         speculative_config={"candidate_length": 3},
     )

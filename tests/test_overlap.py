@@ -34,7 +34,7 @@ from minispec.config import ConfigError, EngineConfig
 from minispec.device import InlineDevice, ThreadDevice, VirtualDevice
 from minispec.engine import Engine
 from minispec.kv.pool import KVPool
-from minispec.trace import DEVICE, HOST, Event, Trace
+from minispec.trace import DEVICE, HOST, IDLE, Event, Trace
 
 
 @pytest.fixture(autouse=True)
@@ -174,16 +174,48 @@ def test_the_trace_shows_the_device_idle_without_overlap_and_busy_with_it(tmp_pa
         engine.trace.to_perfetto(tmp_path / "trace.json")
         written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         forwards = [e for e in written if e["name"] == "forward"]
+        gaps = [e for e in written if e["name"] == IDLE and e["tid"] == 1]
+        assert [(e["dur"], e["args"]["step"]) for e in gaps] == ([] if overlap else [(5e6, n) for n in range(2, 41)])
         assert len(forwards) == 40 and forwards[0]["dur"] == 10e6 and forwards[1]["ts"] > forwards[0]["ts"]
     assert shares[0] == pytest.approx(1 / 3, abs=0.01) and shares[1] < 0.01
+
+
+def test_results_on_their_way_to_the_host_are_a_part_of_the_device():
+    device = VirtualDevice({"forward": 10, "copy": 2})
+    engine = make(markov(), device=device, enable_trace=True)
+    run(engine, [[1, 2]], greedy(3))
+    spans = [(e.name, e.start, e.end) for e in engine.trace.lane(DEVICE) if e.end > e.start]
+    assert spans == [
+        (name, 12 * n + a, 12 * n + b) for n in range(3) for name, a, b in (("forward", 0, 10), ("copy", 10, 12))
+    ]
+    assert engine.snapshot().seconds["copy"] == 6
 
 
 def test_gaps_of_a_lane():
     trace = Trace()
     for start, end in ((0, 2), (2, 3), (5, 6)):
-        trace.events.append(Event(DEVICE, "forward", start, end, 1, 1, 1, ()))
-    assert trace.idle() == [(3, 5)] and trace.idle_share() == pytest.approx(1 / 3) and trace.idle(shortest=2) == []
+        trace.events.append(Event(DEVICE, "forward", start, end, end, 1, 1, ("a",)))
+    assert trace.idle() == [Event(DEVICE, IDLE, 3, 5, 6, 1, 1, ("a",))]
+    assert trace.idle_share() == pytest.approx(1 / 3) and trace.idle(shortest=2) == []
     assert Trace().idle_share() == 0 and Trace(2).events.maxlen == 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_clock_that_stands_still_is_no_measurement(overlap, recwarn):
+    logits_of = markov()
+    config = {"candidate_length": 4}  # adaptive
+    engine = make(
+        logits_of,
+        overlap=overlap,
+        drafter=scripted(logits_of, script=[2, 0, 4]),
+        device=VirtualDevice({}),
+        speculative_config=config,
+        slots=1024,
+        context_length=512,
+    )
+    [request] = run(engine, [[1, 2]], greedy(300))
+    assert request.output == tag_greedy(logits_of, [1, 2], 300) and not recwarn.list
+    assert request.metrics.drafted > 100 and engine.snapshot().speed_up == 0.0
 
 
 # The same results --------------------------------------------------------------------------------------------------
@@ -543,6 +575,24 @@ def test_abort_and_close_end_requests_whatever_others_raise():
     with pytest.raises(ZeroDivisionError):
         engine.abort("a")
     assert a.finish_reason == "abort" and not engine.has_work
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_closed_engine_takes_nothing(overlap):
+    engine, late = make(markov(), overlap=overlap), []
+    [request] = engine.add([1, 2], greedy(20), on_token=lambda event: event.finish_reason and late.append(again()))
+
+    def again():
+        with pytest.raises(ConfigError, match="the engine is closed"):
+            engine.add([3, 4], greedy(5))
+        return True
+
+    engine.step()
+    engine.close()  # the callback hears of the end, and asks for more
+    assert request.finish_reason == "abort" and late == [True] and again()
+    engine.close()
+    assert not engine.has_work and not engine.step().rows and not engine.abort(request.id)
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -8,6 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from test_text import pieces_tokenizer
 from tools import GREEDY, assert_idle, finish, markov, run, scripted, tag_engine, tag_greedy
 
 from minispec import SamplingParams
@@ -204,6 +205,61 @@ def test_a_target_row_that_is_not_finite_ends_its_request_only():
         assert_idle(engine)
     sick, well = run(tag_engine(lambda t: [float("nan")] * 12 if t[0] == 9 else good(t)), [[9], [1]])
     assert sick.finish_reason == "error" and sick.output == [] and well.num_output == 16
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("verification", ["rejection", "match"])
+@pytest.mark.parametrize("script", [[4], [2, 0, 3], [1], [0]])
+def test_tokens_before_a_target_row_that_is_not_finite_stay(script, verification, overlap):
+    """Wherever the row lies in a draft, the same comes out as without drafts."""
+    good, prompt = markov(), [9, 1]
+    for count in range(10):
+
+        def logits_of(tokens, limit=2 + count):
+            return good(tokens) if tokens[0] != 9 or len(tokens) < limit else [float("nan")] * 12
+
+        expected, events = tag_greedy(good, prompt, count), []
+        engine = tag_engine(
+            logits_of,
+            drafter=scripted(good, script=script),
+            enable_overlap=overlap,
+            page_size=1,
+            speculative_config={"candidate_length": 4, "adaptive": False, "verification": verification},
+        )
+        [sick] = engine.add(prompt, greedy(16, logprobs=1), on_token=events.append)
+        [seeded] = engine.add([9, 2], SamplingParams(temperature=0.01, seed=1, max_tokens=16))
+        [well] = engine.add([1, 2], greedy(16))
+        finish(engine)
+        assert sick.finish_reason == seeded.finish_reason == "error" and "not finite" in sick.error
+        assert sick.output == [e.token_id for e in events[:-1]] == expected
+        assert seeded.num_output == count
+        assert len(sick.kinds) == len(sick.logprobs) == len(expected) and events[-1].finish_reason == "error"
+        assert well.output == tag_greedy(good, [1, 2], 16)
+        counts = sick.metrics.speculation
+        assert counts.accepted <= counts.emitted <= len(expected)
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_end_before_a_target_row_that_is_not_finite_is_no_error(overlap):
+    good, prompt = markov(seed=3), [9, 1]
+    expected = tag_greedy(good, prompt, 8)
+    end = next(i for i in range(2, 5) if expected[i] not in expected[:i])
+    tokenizer, _ = pieces_tokenizer("abcdefghijkl")
+
+    def logits_of(tokens):
+        return good(tokens) if len(tokens) <= len(prompt) + end else [float("nan")] * 12
+
+    for params in (
+        greedy(16, stop_token_ids=[expected[end]]),
+        greedy(16, stop=[tokenizer.decode(expected[end : end + 1])]),
+        greedy(end + 1),
+    ):
+        engine = tag_engine(logits_of, drafter=scripted(good), enable_overlap=overlap, tokenizer=tokenizer)
+        [request] = run(engine, [prompt], params)
+        assert request.finish_reason in ("stop", "length") and request.error is None
+        assert request.output == expected[: end + 1]
+        assert_idle(engine)
 
 
 def test_a_seed_gives_the_same_ids_alone_in_a_batch_in_chunks_and_after_preemption():

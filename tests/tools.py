@@ -56,9 +56,9 @@ def assert_same_ids(got: list[int], expected: list[int], margin: float) -> None:
 LogitsOf = Callable[[Sequence[int]], Sequence[float]]
 
 
-def fingerprints(tokens: Sequence[int]) -> list[int]:
-    """One 61-bit number per position, of all tokens up to it."""
-    return list(itertools.accumulate(tokens, lambda h, t: (h * 1_000_003 + t + 1) % (2**61 - 1), initial=7))[1:]
+def fingerprints(tokens: Sequence[int], before: int = 7) -> list[int]:
+    """One 61-bit number per position, of all tokens up to it; `before`: the number of the position before the first."""
+    return list(itertools.accumulate(tokens, lambda h, t: (h * 1_000_003 + t + 1) % (2**61 - 1), initial=before))[1:]
 
 
 def markov(vocab_size: int = 12, order: int = 2, seed: int = 0) -> LogitsOf:
@@ -93,11 +93,23 @@ class TagRunner:
         self.vocab_size, self.logits_of = vocab_size, logits_of
         self.tags = np.full(num_slots, -1, dtype=np.int64)
         self.steps: list[list[tuple[str, int, int, int]]] = []  # per forward: (request, start, committed, drafts)
+        self._known: dict[str, tuple[list[int], np.ndarray]] = {}  # request -> its latest tokens and fingerprints
+
+    def _fingerprints(self, request_id: str, tokens: list[int]) -> np.ndarray:
+        """`fingerprints`, those of the tokens that were the same at the latest forward not computed again."""
+        known, tags = self._known.get(request_id, ([], np.zeros(0, dtype=np.int64)))
+        same = len(known)
+        while tokens[:same] != known[:same]:  # drafts were rejected, or another request has this name
+            same -= 1
+        new = fingerprints(tokens[same:], int(tags[same - 1])) if same else fingerprints(tokens)
+        tags = np.concatenate([tags[:same], np.array(new, dtype=np.int64)])
+        self._known[request_id] = tokens, tags
+        return tags
 
     def forward(self, step: Step, table: np.ndarray) -> torch.Tensor:
         self.steps.append([(r.request.id, r.start, r.num_committed, len(r.drafts)) for r in step.rows])
         sequences = [row.request.tokens[: row.start] + token_ids(step, row) for row in step.rows]
-        expected = [np.array(fingerprints(tokens)) for tokens in sequences]
+        expected = [self._fingerprints(row.request.id, t) for row, t in zip(step.rows, sequences, strict=True)]
         slots = [table[row.request.table_row, : row.kv_len] for row in step.rows]
         for row, tags, places in zip(step.rows, expected, slots, strict=True):  # all writes come before all reads
             self.tags[places[row.start :]] = tags[row.start :]

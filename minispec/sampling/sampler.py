@@ -36,7 +36,8 @@ from minispec.sampling.rng import Purpose, uniforms
 class Outcome:
     """What one row brought: `accepted` drafts kept, then one token of the target's own.
 
-    `failed` means that a row defines no distribution (not finite, or every token forbidden): the request must end.
+    `failed` means that the logits behind the accepted drafts define no distribution (not finite, or every token
+    forbidden): there is no further token, and the request must end.
     `broken` means that the draft that was dropped came with a q that is no distribution, or that a draft is no token.
     """
 
@@ -111,11 +112,13 @@ def outcomes(judged: Judged, rows: Sequence[Row]) -> list[Outcome]:
     logprobs, result = iter(judged.logprobs), []
     for b, row in enumerate(rows):
         row.drafts = drafts[row_start[b] : row_start[b] + num_drafts[b]]
-        tokens = [*row.drafts[: accepted[b]], next_ids[b]]
-        failed = any(bad[row_start[b] : row_start[b] + len(tokens)])
+        failures = bad[row_start[b] : row_start[b] + accepted[b] + 1]
+        failed = True in failures  # what a bad row says about its draft does not count
+        kept = failures.index(True) if failed else accepted[b]
+        tokens = row.drafts[:kept] + ([] if failed else [next_ids[b]])
         wanted = row.request.params.logprobs is not None
         of_tokens = _logprobs(*next(logprobs))[: len(tokens)] if wanted else []
-        result.append(Outcome(accepted[b], tokens, of_tokens, failed, broken[b] or -1 in row.drafts))
+        result.append(Outcome(kept, tokens, of_tokens, failed, broken[b] or -1 in row.drafts))
     return result
 
 

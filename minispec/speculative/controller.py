@@ -353,8 +353,9 @@ class Controller:
             self.draft_cost.record(len(drawn), draft_seconds / passes)
         for row in decoding:
             self.metrics.lengths[len(row.drafts)] = self.metrics.lengths.get(len(row.drafts), 0) + 1
-        # Prompt chunks say nothing about what a row more costs here, and would outweigh the small steps.
-        if not decoding or any(row.num_committed > 1 for row in step.rows):
+        # Prompt chunks say nothing about what a row more costs here, and would outweigh the small steps. No time at all
+        # is no measurement: a virtual clock stands still, or drafts were made under the step before.
+        if not decoding or any(row.num_committed > 1 for row in step.rows) or other_seconds <= 0:
             return
         if any(row.drafts for row in decoding) and self.target_cost.known:
             plain = float(self.target_cost.seconds(np.array([len(decoding)]))[0]) * emitted / len(decoding)

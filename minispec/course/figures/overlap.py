@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from IPython.display import SVG
 
 from minispec.course.figures.base import COLORS, FIX, KEPT, MARGIN, OTHERS, Picture, box, line, svg, text
-from minispec.trace import DEVICE, HOST, Event, Trace
+from minispec.trace import DEVICE, HOST, IDLE, Event, Trace
 
 WIDTH, LEFT, LANE = 880, 80, 26
 INK = COLORS["ink"]
@@ -23,6 +23,7 @@ LANE_LOOKS = {  # part of a step -> colour of its box and of the words in it
     "draft": ("#BBE0F7", INK),
     "forward": (INK, "white"),
     "verify": ("#777777", "white"),
+    "copy": ("#D9D2BF", INK),
 }
 
 
@@ -43,11 +44,9 @@ def two_lanes(
         for place, lane in enumerate((HOST, DEVICE)):
             top = y + 14 + place * (LANE + 6)
             parts.append(text(MARGIN, top + 18, lane))
-            gaps = trace.idle(DEVICE) if lane == DEVICE else []
-            events = [Event(lane, "idle", *gap, 0, 0, 0, ()) for gap in gaps] + trace.lane(lane)
-            for event in events:
+            for event in (trace.idle(DEVICE) if lane == DEVICE else []) + trace.lane(lane):
                 left, right = (min(max(scale * (t - zero), begin), end) - begin for t in (event.start, event.end))
-                if right > left:
+                if (right - left) * per_unit > 0.1:  # pixels: what takes no time is not drawn
                     seen.append(event.name)
                     parts += _part(event, round(LEFT + left * per_unit, 1), round((right - left) * per_unit, 1), top)
         y += 2 * LANE + 42
@@ -56,7 +55,7 @@ def two_lanes(
 
 
 def _part(event: Event, x: float, width: float, top: float) -> Iterator[str]:
-    if event.name == "idle":
+    if event.name == IDLE:
         yield box(x, top + LANE / 4, max(width, 1), LANE / 2, FIX, FIX)
         return
     fill, ink = LANE_LOOKS[event.name]
@@ -79,14 +78,14 @@ def _ruler(begin: float, end: float, per_unit: float, y: float, unit: str) -> It
 
 def _legend(y: float, seen: list[str]) -> Iterator[str]:
     x = MARGIN
-    for name in (*LANE_LOOKS, "idle"):
+    for name in (*LANE_LOOKS, IDLE):
         if name in seen:
             yield from (
                 _part(Event("", name, 0, 0, 0, 0, 0, ()), x, 22, y)
-                if name == "idle"
+                if name == IDLE
                 else [box(x, y, 22, LANE, LANE_LOOKS[name][0], "white")]
             )
-            words = "the device waits" if name == "idle" else name
+            words = "the device waits" if name == IDLE else name
             yield text(x + 30, y + 17, words)
             x += 56 + 8 * len(words)
 
