@@ -28,6 +28,7 @@ from minispec.config import ConfigError, EngineConfig
 from minispec.core import UNKNOWN, StepLayout, known_tokens
 from minispec.graphs import graph_batches, padded
 from minispec.kv import sizing
+from minispec.models import kernels
 from minispec.runner import Segment, pack
 from minispec.sampling import distribution
 from minispec.sampling.rejection import verify
@@ -317,6 +318,29 @@ def test_a_cpu_never_imports_flashinfer(monkeypatch, tiny):  # noqa: F811
     make(tiny[0], None).generate(tiny[2][:1], greedy(2))
     with pytest.raises(ImportError):
         import flashinfer  # noqa: F401
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("dtype,width,there,fused", [
+    (torch.bfloat16, 32, True, True),
+    (torch.bfloat16, 32, False, False),
+    (torch.float32, 32, True, False),
+    (torch.float16, 24, True, False),
+])  # fmt: skip
+def test_the_fused_activation_is_taken_where_it_can_be(monkeypatch, dtype, width, there, fused):
+    calls = []
+    module = types.SimpleNamespace(silu_and_mul=lambda x, enable_pdl: calls.append(x) or x[:, : width // 2])
+    monkeypatch.setattr(kernels, "_flashinfer", lambda: module if there else None)
+    x = torch.randn(3, width).to(dtype)
+    kernels.silu_and_mul(x)
+    assert not calls  # a CPU's
+    kernels.silu_and_mul(x.as_subclass(OnGpu))
+    assert len(calls) == fused
 
 
 # Padding and graphs ------------------------------------------------------------------------------------------------
