@@ -212,9 +212,11 @@ class LLM:
     def _record(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
         """Capture the steps that come again and again, and tell what that cost."""
         batches, (before, _) = graph_batches(self.config.max_num_seqs), torch.cuda.mem_get_info(self.device)
-        for each in (runner, *drafters):
-            if isinstance(each, (ModelRunner, ModelDrafter)) and each.device == runner.device:
-                each.record(batches, self._most_drafts)
+        runner.record(batches, self._most_drafts)
+        for drafter in drafters:
+            device = drafter.device if isinstance(drafter, ModelDrafter) else None
+            if device is not None and (device.type, device.index or 0) == ("cuda", self.device.index or 0):
+                drafter.record(batches, self._most_drafts)
         taken = (before - torch.cuda.mem_get_info(self.device)[0]) / 1e6
         log.info("CUDA graphs: %d shapes of the target, %.0f MB in all", len(runner.program.recordings), taken)
 

@@ -268,7 +268,7 @@ def report(check: Check, read_gb_s: float) -> None:
 
 
 def draw(check: Check, out: Path, name: str) -> list[Path]:
-    from minispec.course.figures.plots import bandwidth, bars
+    from minispec.course.figures.plots import bars, token_bytes
 
     speed, args = check.found["speed"], check.args
     full = [entry for entry in speed if entry["overlap"] and entry["graphs"]] or speed
@@ -278,8 +278,9 @@ def draw(check: Check, out: Path, name: str) -> list[Path]:
     }
     pictures = {"speed": bars(f"tokens per second, {check.found['device']['name']}", series, "tokens/s")}
     alone = {e["drafter"]: (e["tokens_per_forward"], e["weight_bytes_per_token"]) for e in full if e["batch"] == 1}
-    draft = check.found.get("draft_weight_bytes", 0)
-    pictures["bandwidth"] = bandwidth(check.found["model"]["weight_bytes"], draft, args.candidate_length, alone)
+    target, drafts = check.found["model"]["weight_bytes"], args.candidate_length * check.found["draft_weight_bytes"]
+    parts = {"the target": target, f"{args.candidate_length} MTP drafts": drafts}
+    pictures["bytes"] = token_bytes(parts, target, alone)
     paths = []
     for kind, picture in pictures.items():
         paths.append(out / f"{name}_{kind}.png")

@@ -57,23 +57,22 @@ def roofline(read_gb_s: float, gflops: float, dots: Mapping[str, tuple[float, fl
     return picture
 
 
-def bandwidth(target: int, draft: int, k: int, dots: Mapping[str, tuple[float, float]]) -> Picture:
-    """Weight bytes per token over tokens per forward: the model's line, and what was counted.
+def token_bytes(parts: Mapping[str, float], plain: float, dots: Mapping[str, tuple[float, float]]) -> Picture:
+    """Bytes read for each token over the acceptance length.
 
-    target, draft: bytes read by a forward of the target, and for one draft; K drafts in each step.
-    dots: label -> (tokens per forward of the target, bytes read per token); at most four.
+    parts: what a step with drafts reads, label -> bytes. plain: bytes of a step without drafts, which writes one token.
+    dots: label -> (acceptance length, bytes per token), measured. At most three of each.
     """
-    picture = Picture("weights read per token: " + ", ".join(dots))
+    picture = Picture("bytes read for each token")
     [ax] = picture.axes
-    length = np.linspace(1, k + 1, 100)
-    ax.plot(
-        length, (target + k * draft) / length / 1e6, color=COLORS["ink"], label=f"K = {k}: (target + K draft) / length"
-    )
-    ax.axhline(target / 1e6, color=COLORS["ink"], linestyle=":", label="no drafts")
-    for (label, (x, y)), marker in zip(dots.items(), "osD^", strict=False):
-        ax.plot(x, y / 1e6, marker, color=COLORS["output"], markersize=10, markeredgecolor=COLORS["ink"], label=label)
-    ax.set(xlabel="tokens per forward of the target", ylabel="MB read per token", ylim=(0, None))
-    ax.legend(loc="upper right", fontsize=9)
+    length = np.linspace(1, 1 + max(length for length, _ in dots.values()), 100)
+    bands = [size / length / 1e6 for size in parts.values()]
+    ax.stackplot(length, *bands, labels=parts, colors=(COLORS["again"], OTHERS[0], KEPT), edgecolor=COLORS["ink"])
+    ax.axhline(plain / 1e6, color=COLORS["ink"], linestyle="--", label="without guesses")
+    for (label, (x, y)), marker in zip(dots.items(), "osD", strict=False):
+        ax.plot(x, y / 1e6, marker, color=COLORS["output"], markersize=9, markeredgecolor=COLORS["ink"], label=label)
+    ax.set(xlabel="acceptance length: tokens of a verification", ylabel="MB read for each token", ylim=(0, None))
+    ax.legend(ncols=2, fontsize=9)
     return picture
 
 
