@@ -469,6 +469,28 @@ def test_a_step_that_fits_no_graph_runs_eagerly(tiny, lengths, starts, fits):  #
     assert program.replays == fits
 
 
+def test_a_row_whose_logits_nobody_wants_brings_none(tiny):  # noqa: F811
+    program = make(tiny[0], config_for("itself", tiny)).engine.drafters[0].program
+    program.record([(1, 1)])
+    table = np.arange(100).reshape(1, 100)
+    with torch.inference_mode():
+        assert len(program(pack([Segment(0, 5, [0], 0)], table), table)) == program.replays == 0
+        assert len(program(pack([Segment(0, 5, [0], 1)], table), table)) == program.replays == 1
+
+
+@pytest.mark.parametrize("kind", ["mtp", "itself"])
+def test_the_whole_engine_runs_on_flashinfers_plans(fake, tiny, monkeypatch, kind):  # noqa: F811
+    """Eager mixes through the prefill wrapper, everything else through captured shapes; the ids are the reference's."""
+    monkeypatch.setattr("minispec.runner.choose_attention", lambda *args, **where: ("flashinfer", "a fake"))
+    folder, _, prompts, expected = tiny
+    llm = make(folder, config_for(kind, tiny) | {"candidate_length": 3}, page_size=4, chunked_prefill_size=9)
+    programs = record(llm, k=3)
+    for output, (ids, margin) in zip(llm.generate(prompts, greedy()), expected, strict=True):
+        assert_same_ids(output.token_ids, ids, margin)
+    assert llm.metrics().drafter_faults == 0 and all(program.replays > 1 for program in programs)
+    assert kind == "mtp" or llm.metrics().acceptance_rate == 1
+
+
 def test_a_history_that_the_graphs_buffer_cannot_hold_runs_eagerly(tiny, monkeypatch):  # noqa: F811
     monkeypatch.setattr("minispec.graphs.GRAPH_SLOTS", 20)
     program = make(tiny[0], None).engine.runner.program
