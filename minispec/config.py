@@ -203,8 +203,8 @@ class SpeculativeConfig:
     target_acceptance: (low, high); a request's longest draft shrinks by one while its rate is below, and grows above.
     draft_confidence_threshold: a draft ends before a token whose likeliest choice has less probability than this.
     metrics_interval: steps between two rows of `LLM.metrics_history()`.
-    state_cache_reserve: share of a GPU's free memory, of what the cache gets, that stays free for hidden states and
-    the draft model's K/V.
+    state_cache_reserve: least share of a GPU's free memory, of what the cache gets, that the target's K/V leave to
+    hidden states and the draft model's K/V.
 
     Raises ConfigError that names the field, the value and the range; unknown fields are refused by `from_any`.
     """
@@ -314,6 +314,8 @@ class EngineConfig:
     max_num_seqs: most requests that hold slots at the same time.
     kv_cache_tokens: slots in the pool, rounded down to whole pages; None chooses by device and model.
     mem_fraction_static: the share of a GPU's memory that weights and pool take together, instead of kv_cache_tokens.
+    attention_backend: "flashinfer" (CUDA, the gpu extra), "torch", or "auto": the first where it can be used.
+    enable_cuda_graphs: launch decoding steps and drafts as recorded graphs, where FlashInfer computes attention.
     context_length: most tokens (prompt and output) of one request; None means the model's own limit.
     enable_radix_cache: keep finished prefixes for later prompts.
     enable_overlap: the host settles a step and plans the next one while the device computes; the same results.
@@ -330,6 +332,8 @@ class EngineConfig:
     kv_cache_tokens: int | None = None
     mem_fraction_static: float | None = None
     context_length: int | None = None
+    attention_backend: str = "auto"
+    enable_cuda_graphs: bool = True
     enable_radix_cache: bool = True
     enable_overlap: bool = True
     enable_trace: bool = False
@@ -353,6 +357,8 @@ class EngineConfig:
             )
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
             raise ConfigError(f"kv_cache_tokens {self.kv_cache_tokens} is less than one page of {self.page_size}")
-        for name in ("enable_radix_cache", "enable_overlap", "enable_trace", "check_every_step"):
+        check_choice("attention_backend", self.attention_backend, ("auto", "torch", "flashinfer"))
+        switches = ("enable_cuda_graphs", "enable_radix_cache", "enable_overlap", "enable_trace", "check_every_step")
+        for name in switches:
             check_bool(name, getattr(self, name))
         object.__setattr__(self, "speculative_config", SpeculativeConfig.from_any(self.speculative_config))

@@ -168,7 +168,7 @@ class Row:
     num_committed: int
     emits: bool = True
     carried: int | None = None  # its token is what this row of the step before, of those that emit, is going to choose
-    carried_token: int = 0  # that token, once it is chosen
+    carried_token: int = 0  # that token, once it is chosen; see Step.known
     max_drafts: int = 0  # draft tokens that are wanted and have slots and budget
     drafter: str = ""  # who drafts
     kind: int = 0  # of text, for those who compare drafters: tokens of the longest suffix that the text has said before
@@ -210,12 +210,22 @@ class Row:
         return 1 + len(self.drafts) if self.emits else 0
 
 
+UNKNOWN = -2  # where a row's token ids are below zero: UNKNOWN - i stands for Step.known[i], -1 for no token at all
+
+
+def known_tokens(token_ids: Tensor, known: Tensor | None) -> Tensor:
+    """int64 of any shape: what stands for a token that only the device knows is replaced by that token."""
+    return (
+        token_ids if known is None else known[(UNKNOWN - token_ids).clamp(min=0)].where(token_ids <= UNKNOWN, token_ids)
+    )
+
+
 @dataclass
 class Step:
     """The rows of one forward; N = sum of q_len packed tokens."""
 
     rows: list[Row]
-    carried: Tensor | None = None  # int64, tokens for the rows that carry one, where the host does not know them
+    known: Tensor | None = None  # int64, tokens that only the device knows so far, see `known_tokens`
 
     @property
     def num_tokens(self) -> int:
@@ -223,12 +233,11 @@ class Step:
 
     def take_over(self, next_ids: Tensor) -> None:
         """Give the rows that carry a token the one that the step before has chosen; on a GPU it stays there."""
-        if next_ids.device.type != "cpu":
-            self.carried = next_ids
-            return
+        on_host = next_ids.device.type == "cpu"
+        self.known = None if on_host else next_ids
         for row in self.rows:
             if row.carried is not None:
-                row.carried_token = int(next_ids[row.carried])
+                row.carried_token = int(next_ids[row.carried]) if on_host else UNKNOWN - row.carried
 
     @property
     def sampled(self) -> list[Row]:

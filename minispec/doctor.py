@@ -17,12 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
+from minispec.attention.choose import choose_attention
 from minispec.device import choose_device, choose_dtype
 from minispec.models.embedded import EMBEDDED_MODEL, embedded_ready
 
 READ_BYTES = {"cpu": 2**28, "cuda": 2**30}  # several times the last cache
 MATRIX_SIZE = {"cpu": 1024, "cuda": 8192}
 REPEATS = 5
+EMBEDDED_HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,9 @@ class MachineCard:
             "memory read": f"{self.read_gb_s:.1f} GB/s",
         }
         lines |= {f"matrix {_short(dtype)}": f"{rate:,.0f} GFLOP/s" for dtype, rate in self.gflops.items()}
+        if self.device.type == "cuda":
+            name, reason = choose_attention("auto", EMBEDDED_HEAD_DIM, self.dtype, self.device)
+            lines["attention"] = f"{name}: {reason}"
         lines |= self.versions
         lines[EMBEDDED_MODEL] = "in the cache" if self.model_ready else "not fetched yet (python -m minispec fetch)"
         width = max(map(len, lines))

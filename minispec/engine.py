@@ -304,7 +304,7 @@ class Engine:
                 constrain(step.sampled, self.runner.device)
                 logits = self.runner.forward(step, self.pool.table.slots)
             with watch("verify"):
-                judged = judge(logits, step.sampled, self.verification) if step.sampled else None
+                judged = judge(logits, step.sampled, self.verification, step.known) if step.sampled else None
             with watch("copy"):
                 return judged and judged.to_host()
 

@@ -18,24 +18,27 @@ from typing import Any
 
 import torch
 
+from minispec.attention.flashinfer import DEVICE_BYTES
 from minispec.config import ConfigError, EngineConfig, SamplingParams
 from minispec.core import Request, Row, Step, TokenEvent, TokenKind, TokenLogprob
 from minispec.device import choose_device, choose_dtype, release_helpers
 from minispec.engine import Engine
+from minispec.graphs import graph_batches
 from minispec.kv.pool import KVPool
+from minispec.kv.sizing import slots_that_fit, step_bytes
 from minispec.metrics import EngineMetrics, MetricsRow, RequestMetrics
 from minispec.models.loading import load_model
 from minispec.runner import ModelRunner
 from minispec.sampling.distribution import token_logprobs
-from minispec.speculative.build import build_drafters, needs_hidden
+from minispec.speculative.build import Prepared, prepare_drafters
 from minispec.speculative.drafter import Drafter
+from minispec.speculative.model import ModelDrafter
 from minispec.trace import Trace
 
 log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 DEFAULT_CACHE_TOKENS = 16384  # slots on a CPU, where the limit is patience and not memory
-CUDA_CACHE_FRACTION = 0.8  # of the device memory that is free once the weights are loaded
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,8 @@ class LLM:
     drafter: your own drafter instead of the one that speculative_config names: an object with `propose` and `release`,
     as `minispec.speculative.drafter.Drafter` describes them. speculative_config says how many drafts it is asked for.
     options: the fields of `minispec.config.EngineConfig`: page_size, max_num_batched_tokens, chunked_prefill_size,
-    max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, enable_radix_cache, enable_overlap,
-    enable_trace, check_every_step, speculative_config.
+    max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, attention_backend, enable_cuda_graphs,
+    enable_radix_cache, enable_overlap, enable_trace, check_every_step, speculative_config.
 
     Raises ConfigError for a bad option and ModelLoadError for a model that cannot be loaded; both are ValueErrors.
     """
@@ -170,7 +173,9 @@ class LLM:
         if context > loaded.config.context_length:
             limit = loaded.config.context_length
             raise ConfigError(f"context_length {context} is more than the {limit} tokens that this model can number")
-        num_slots = self.config.kv_cache_tokens or self._default_cache_tokens(context)
+        speculative = None if drafter else self.config.speculative_config
+        prepared = prepare_drafters(speculative, loaded, dtype=self.dtype, device=self.device)
+        num_slots = self.config.kv_cache_tokens or self._default_cache_tokens(context, prepared)
         if self.config.page_size > num_slots:
             raise ConfigError(f"page_size {self.config.page_size} is larger than the whole pool of {num_slots} tokens")
         pool = KVPool(
@@ -180,15 +185,16 @@ class LLM:
             max_len=min(context, num_slots),
             enable_radix_cache=self.config.enable_radix_cache,
         )
-        speculative = None if drafter else self.config.speculative_config
         runner = ModelRunner(
             self.model,
             pool.num_slots,
             num_text_tokens=len(self.tokenizer) if self.tokenizer else None,
             dtype=self.dtype,
             device=self.device,
-            keep_hidden=needs_hidden(speculative),
+            keep_hidden=any(each.reads_hidden for each in prepared),
+            attention=self.config.attention_backend,
         )
+        drafters = [drafter] if drafter else [each.build(runner, pool) for each in prepared]
         self.engine = Engine(
             self.config,
             runner,
@@ -196,22 +202,50 @@ class LLM:
             context_length=context,
             eos_ids=loaded.config.eos_ids,
             tokenizer=self.tokenizer,
-            drafters=[drafter] if drafter else build_drafters(speculative, loaded, runner, pool, dtype=self.dtype),
+            drafters=drafters,
         )
         release_helpers()  # of the threads that have loaded the weights
+        self.attention = f"{runner.tenant.attention.name} ({runner.tenant.reason})"
+        log.info("attention: %s", self.attention)
+        if self.config.enable_cuda_graphs and self.device.type == "cuda":
+            self._record(runner, drafters)
         self._open = True
 
-    def _default_cache_tokens(self, context: int) -> int:
-        fraction = self.config.mem_fraction_static
+    def _record(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
+        """Capture the steps that come again and again, and tell what that cost."""
+        batches, (before, _) = graph_batches(self.config.max_num_seqs), torch.cuda.mem_get_info(self.device)
+        runner.record(batches, self._most_drafts)
+        for drafter in drafters:
+            device = drafter.device if isinstance(drafter, ModelDrafter) else None
+            if device is not None and (device.type, device.index or 0) == ("cuda", self.device.index or 0):
+                drafter.record(batches, self._most_drafts)
+        taken = (before - torch.cuda.mem_get_info(self.device)[0]) / 1e6
+        log.info("CUDA graphs: %d shapes of the target, %.0f MB in all", len(runner.program.recordings), taken)
+
+    @property
+    def _most_drafts(self) -> int:
+        return self.config.speculative_config.candidate_length if self.config.speculative_config else 0
+
+    def _default_cache_tokens(self, context: int, prepared: Sequence[Prepared]) -> int:
+        config, model = self.config, self.model_config
+        fraction, speculative = config.mem_fraction_static, config.speculative_config
         if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            room = free * CUDA_CACHE_FRACTION if fraction is None else free - total * (1 - fraction)
-            if speculative := self.config.speculative_config:
-                room *= 1 - speculative.state_cache_reserve
-            return max(context, int(room) // self.model_config.kv_bytes_per_token(self.dtype))
+            judged = config.max_num_seqs * (1 + self._most_drafts)
+            widest = 3 * model.intermediate_size + 6 * model.hidden_size
+            batch, vocab_size, itemsize = config.max_num_batched_tokens, model.vocab_size, self.dtype.itemsize
+            slots = slots_that_fit(
+                *torch.cuda.mem_get_info(self.device),
+                target=model.kv_bytes_per_token(self.dtype),
+                others=sum(each.bytes_per_slot for each in prepared),
+                fixed=step_bytes(widest, batch, judged, vocab_size, itemsize)
+                + (1 + sum(each.attentions for each in prepared)) * DEVICE_BYTES,
+                fraction=fraction,
+                reserve=speculative.state_cache_reserve if speculative else 0.0,
+            )
+            return max(context, slots)
         if fraction is not None:
             raise ConfigError(f"mem_fraction_static {fraction} is for CUDA, got device 'cpu'; use kv_cache_tokens")
-        return min(self.config.max_num_seqs * context, max(context, DEFAULT_CACHE_TOKENS))
+        return min(config.max_num_seqs * context, max(context, DEFAULT_CACHE_TOKENS))
 
     # Generation ------------------------------------------------------------------------------------------------
 

@@ -9,14 +9,14 @@ Taught in notebook 02 (KV cache: two programs in one).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from minispec.attention.torch_backend import TorchAttention
+from minispec.attention.choose import choose_attention, make_attention
 from minispec.core import Step, StepLayout
-from minispec.device import upload
+from minispec.graphs import Program
 from minispec.kv.pool import KVCache
 from minispec.models.config import ModelConfig
 from minispec.models.llama import Attend, CausalLM
@@ -70,18 +70,33 @@ def pack(segments: Sequence[Segment], table: np.ndarray) -> StepLayout:
 class Tenant:
     """One model's K/V in the shared slots, and the attention that reads them.
 
-    Target and draft model address the same slots through the same table, each in tensors of its own.
+    Target and draft model address the same slots through the same table, each in tensors of its own. Behind the slots
+    of the pool there is a spare one, number `num_slots`, for the padding of captured steps.
+    attention: see `EngineConfig.attention_backend`; `reason` says why it became what it is.
     """
 
     def __init__(
-        self, config: ModelConfig, num_layers: int, num_slots: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        num_layers: int,
+        num_slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: str = "auto",
     ) -> None:
-        self.cache = KVCache(num_layers, num_slots, config.num_kv_heads, config.head_dim, dtype=dtype, device=device)
-        self.attention = TorchAttention(config.num_heads, config.num_kv_heads, dtype=dtype, device=device)
+        heads, size, where = (
+            (config.num_heads, config.num_kv_heads),
+            config.head_dim,
+            {"dtype": dtype, "device": device},
+        )
+        name, self.reason = choose_attention(attention, size, **where)
+        self.attention = make_attention(name, *heads, size, **where)
+        self.device, self.spare = device, num_slots
+        self.cache = KVCache(num_layers, num_slots + 1, config.num_kv_heads, size, **where)
 
-    def attend(self, layout: StepLayout, table: np.ndarray) -> Attend:
-        """The `attend` of one forward: writes each layer's K/V to the layout's slots and reads its history."""
-        plan = self.attention.plan(layout, table)
+    def attend(self, plan: Any) -> Attend:
+        """The `attend` of one planned forward: writes each layer's K/V to the step's slots and reads its history."""
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return self.attention.run(plan, self.cache.k[layer], self.cache.v[layer], q, k, v)
@@ -94,7 +109,7 @@ class ModelRunner:
 
     `keep_hidden` adds the hidden pool: [num_slots, H], the target's hidden state (after its final norm) of the token
     in each slot, which an MTP module reads. `num_text_tokens`: ids from here on are padding of the embedding
-    and never chosen. Raises torch.OutOfMemoryError (or MemoryError) when memory is short.
+    and never chosen. attention: see `Tenant`. Raises torch.OutOfMemoryError (or MemoryError) when memory is short.
     """
 
     def __init__(
@@ -106,30 +121,33 @@ class ModelRunner:
         device: torch.device,
         keep_hidden: bool = False,
         num_text_tokens: int | None = None,
+        attention: str = "auto",
     ) -> None:
         config = model.config
         self.model, self.device = model, device
         self.num_text_tokens = num_text_tokens or config.vocab_size
         self.vocab_size = config.vocab_size
         self.weight_bytes = config.num_parameters_read * dtype.itemsize
-        self.tenant = Tenant(config, config.num_layers, num_slots, dtype=dtype, device=device)
-        size = (num_slots, config.hidden_size)
+        self.attention = attention  # as asked for; draft models ask for the same
+        self.tenant = Tenant(config, config.num_layers, num_slots, dtype=dtype, device=device, attention=attention)
+        self.program = Program(self._body, self.tenant)
+        size = (num_slots + 1, config.hidden_size)
         self.hidden = torch.zeros(size, dtype=dtype, device=device) if keep_hidden else None
 
     @torch.inference_mode()
     def forward(self, step: Step, table: np.ndarray) -> torch.Tensor:
         """Logits [R, V] float32 of the positions that `step` wants; writes K/V (and hidden) of all its tokens."""
-        layout = pack(segments_of(step), table)
-        carrying = [b for b, row in enumerate(step.rows) if row.carried is not None] if step.carried is not None else []
-        mine = np.cumsum(layout.q_lens)[carrying] - 1  # packed rows whose token the step before has chosen
-        theirs = np.array([step.rows[b].carried for b in carrying], dtype=np.int64)
-        arrays = (layout.token_ids, layout.positions, layout.slots, layout.logit_rows, mine, theirs)
-        token_ids, positions, slots, wanted, mine, theirs = upload(self.device, *arrays)
-        if carrying:
-            token_ids[mine] = step.carried[theirs]
-        hidden = self.model.forward(token_ids, positions, self.tenant.attend(layout, table))  # [N, H]
+        return self.program(pack(segments_of(step), table), table, known=step.known)
+
+    def record(self, batches: Sequence[int], candidate_length: int) -> None:
+        """Capture plain decoding and the verification of so many drafts."""
+        self.program.record((batch, q_len) for batch in batches for q_len in {1, candidate_length + 1})
+
+    def _body(self, columns: Sequence[torch.Tensor], plan: Any, wanted: torch.Tensor | None) -> torch.Tensor:
+        token_ids, positions, slots = columns
+        hidden = self.model.forward(token_ids, positions, self.tenant.attend(plan))  # [N, H]
         if self.hidden is not None:
             self.hidden.index_copy_(0, slots, hidden)
-        logits = self.model.logits(hidden.index_select(0, wanted))  # [R, V]
+        logits = self.model.logits(hidden if wanted is None else hidden.index_select(0, wanted))  # [R, V]
         logits[:, self.num_text_tokens :] = -torch.inf
         return logits

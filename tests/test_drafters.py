@@ -302,7 +302,7 @@ def test_what_a_draft_model_reads_is_counted(tiny, monkeypatch):
         drafter = llm.engine.drafters[0]
         forward = drafter.forward
 
-        def counted(segments, depth, forward=forward):
+        def counted(segments, depth, known, forward=forward):
             with monkeypatch.context() as patch:
                 for layer in (Linear, RMSNorm):
                     run = layer.forward
@@ -312,7 +312,7 @@ def test_what_a_draft_model_reads_is_counted(tiny, monkeypatch):
                         return run(self, x)
 
                     patch.setattr(layer, "forward", reading)
-                return forward(segments, depth)
+                return forward(segments, depth, known)
 
         drafter.forward = counted
         seen.clear()

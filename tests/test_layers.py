@@ -15,6 +15,7 @@ LAYERS = [
     ["device", "interrupts", "metrics", "text", "trace"],
     ["core"],
     ["attention", "kv", "models", "palette"],
+    ["graphs"],
     ["runner", "sampling"],
     ["account", "intake", "scheduler", "speculative"],
     ["engine"],

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_drafters import config_for, greedy, make, tiny, write_head  # noqa: F401 (tiny is a fixture)
 from tiny_checkpoints import write_tiny_checkpoint
-from tools import TagRunner, assert_idle, assert_same_ids, run
+from tools import TagRunner, assert_idle, assert_same_ids, run, token_ids
 
 from minispec import LLM, SamplingParams
 from minispec.attention.naive import CausalAttention
@@ -33,7 +33,7 @@ def read(number: int, token: int) -> int:
 class TagTarget(TagRunner):
     """The tag model with a hidden pool: (fingerprint of the tokens up to here, 0). `delay` spoils it on purpose."""
 
-    device = torch.device("cpu")
+    device, attention = torch.device("cpu"), "torch"
 
     def __init__(self, num_slots: int, ids: list[int], vocab_size: int, delay: int = 0) -> None:
         super().__init__(num_slots, vocab_size, self.logits_of_prefix)
@@ -57,7 +57,7 @@ class TagTarget(TagRunner):
 
     def forward(self, step, table) -> torch.Tensor:
         for row in step.rows:
-            tokens = row.request.tokens[: row.start] + row.token_ids
+            tokens = row.request.tokens[: row.start] + token_ids(step, row)
             numbers = [0] * self.delay + self.fingerprints(tokens)[: len(tokens) - self.delay]
             slots = table[row.request.table_row, row.start : row.kv_len]
             self.hidden[slots] = torch.tensor([(number, 0.0) for number in numbers[row.start :]])
@@ -168,7 +168,7 @@ def record(drafter: MTPDrafter) -> list[tuple[list[int], list[int]]]:
 
     def recording(requests, lengths):
         proposal = propose(requests, lengths)
-        seen.extend((list(r.tokens), drafts) for r, drafts in zip(requests, proposal.tokens, strict=True))
+        seen.extend((list(r.tokens), drafts) for r, drafts in zip(requests, proposal.on_host(), strict=True))
         return proposal
 
     drafter.propose = recording
@@ -258,7 +258,7 @@ def test_q_is_zero_outside_a_reduced_vocabulary(tiny, reduced_head, sampling):  
     llm.generate(prompts, SamplingParams(temperature=1.5, frequency_penalty=0.3, seed=1, max_tokens=12))
     assert llm.metrics().drafter_faults == 0 and sum(map(len, kept[0].tokens)) > 0
     for proposal in kept:
-        assert all(token in IDS for tokens in proposal.tokens for token in tokens)
+        assert all(token in IDS for tokens in proposal.on_host() for token in tokens)
         for q in proposal.q if sampling == "probabilistic" else ():
             assert (q[:, outside] == 0).all()
             torch.testing.assert_close(q.sum(-1), torch.ones(len(q)))

@@ -1001,7 +1001,7 @@ def test_eagle_with_a_language_model_runs_as_standalone_and_says_so(caplog: pyte
     ("given", "fragment"),
     [
         ("--tp-size 2", "one device"),
-        ("--attention-backend flashinfer", "flashinfer"),
+        ("--attention-backend triton", "'triton'"),
         ("--speculative-algorithm EAGLE3", "EAGLE3"),
         ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "chains"),
         ("--speculative-algorithm NEXTN --speculative-draft other", "NEXTN"),

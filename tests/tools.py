@@ -15,7 +15,7 @@ import torch
 
 from minispec.attention.naive import CausalAttention
 from minispec.config import EngineConfig, SamplingParams
-from minispec.core import Request, Step
+from minispec.core import Request, Row, Step, known_tokens
 from minispec.engine import Engine
 from minispec.kv.pool import KVPool
 from minispec.speculative.drafter import Proposal
@@ -79,6 +79,11 @@ def markov(vocab_size: int = 12, order: int = 2, seed: int = 0) -> LogitsOf:
     return cached
 
 
+def token_ids(step: Step, row: Row) -> list[int]:
+    """The row's tokens, with drafts that only the device knows."""
+    return known_tokens(torch.tensor(row.token_ids), step.known).tolist()
+
+
 class TagRunner:
     """A runner whose logits are a function of the token prefix and whose slots carry fingerprints."""
 
@@ -103,7 +108,7 @@ class TagRunner:
 
     def forward(self, step: Step, table: np.ndarray) -> torch.Tensor:
         self.steps.append([(r.request.id, r.start, r.num_committed, len(r.drafts)) for r in step.rows])
-        sequences = [row.request.tokens[: row.start] + row.token_ids for row in step.rows]
+        sequences = [row.request.tokens[: row.start] + token_ids(step, row) for row in step.rows]
         expected = [self._fingerprints(row.request.id, t) for row, t in zip(step.rows, sequences, strict=True)]
         slots = [table[row.request.table_row, : row.kv_len] for row in step.rows]
         for row, tags, places in zip(step.rows, expected, slots, strict=True):  # all writes come before all reads

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core import StepLayout
+from minispec.device import upload
 
 STACK_MAX_Q = 64  # longer rows (prefill chunks) go alone: a stack of them would be mostly padding
 PADDING_LIMIT = 2.0  # a stack may read at most about this many times the K/V that its shortest row needs
@@ -56,8 +57,11 @@ class TorchAttention:
         self.group_size = num_heads // num_kv_heads  # G
         self.dtype, self.device = dtype, torch.device(device)
 
-    def plan(self, layout: StepLayout, table: np.ndarray) -> Plan:
-        """Group the rows of a step. `table` [rows, positions] holds slot ids; it is read now and not kept."""
+    def plan(self, layout: StepLayout, table: np.ndarray, *, graph: bool = False) -> Plan:
+        """Group the rows of a step. `table` [rows, positions] holds slot ids; it is read now and not kept.
+
+        graph: the step repeats a recorded shape, which means nothing here.
+        """
         row_starts = np.concatenate([[0], np.cumsum(layout.q_lens)])
         groups = []
         for rows in _stacks(layout.q_lens, layout.kv_lens):
@@ -126,11 +130,12 @@ class TorchAttention:
             return None
         last_visible = kv_lens[:, None] - q_len + np.arange(q_len)  # [B, Q]: query j is position kv_len - q_len + j
         hidden = np.arange(kv_len) > last_visible[:, :, None]  # [B, Q, L]
-        mask = torch.zeros(hidden.shape, dtype=self.dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
-        return mask.to(self.device)[:, None].repeat(1, 1, self.group_size, 1)  # [B, 1, G*Q, L]
+        [hidden] = upload(self.device, hidden)
+        mask = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
+        return mask[:, None].repeat(1, 1, self.group_size, 1)  # [B, 1, G*Q, L]
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+        return upload(self.device, np.ascontiguousarray(array, dtype=np.int64))[0]
 
 
 def _stacks(q_lens: np.ndarray, kv_lens: np.ndarray) -> list[np.ndarray]:

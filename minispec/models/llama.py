@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from minispec.models.config import ModelConfig
+from minispec.models.kernels import silu_and_mul
 from minispec.models.linear import Linear
 from minispec.models.rope import rotary_frequencies, rotary_tables, rotate
 
@@ -73,8 +74,7 @@ class DecoderLayer(nn.Module):
         return self.output(mixed.reshape(len(x), -1))  # [N, Hq * D] -> [N, H]
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)  # [N, intermediate] each
-        return self.down(F.silu(gate) * up)
+        return self.down(silu_and_mul(self.gate_up(x)))
 
 
 class CausalLM(nn.Module):

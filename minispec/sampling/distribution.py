@@ -14,15 +14,19 @@ Taught in notebook 11 (lossless).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minispec.config import SamplingParams
+from minispec.device import upload
 
-# Tokens looked at first for top_p: sorting a whole vocabulary costs ten times as much and is rarely needed.
+# Tokens looked at first for top_p on a CPU: sorting a whole vocabulary costs ten times as much and is rarely needed.
+# A GPU sorts it at once: sooner than the host learns whether fewer were enough.
 NUCLEUS_WIDTH = 1024
 
 # Limits that keep a division by the temperature finite in float32.
@@ -76,10 +80,11 @@ def _process_row(x: Tensor, row: LogitRow) -> None:
         factor = params.repetition_penalty
         x[seen] = torch.where(x[seen] > 0, x[seen] / factor, x[seen] * factor)
     if row.output and (params.presence_penalty != 0 or params.frequency_penalty != 0):
-        ids, counts = torch.unique(_index(row.output, x), return_counts=True)
+        times = Counter(row.output)
+        ids, counts = _index(times, x), _index(times.values(), x)
         x[ids] -= params.presence_penalty + params.frequency_penalty * counts
     if params.logit_bias:
-        x[_index(params.logit_bias, x)] += torch.tensor(list(params.logit_bias.values()), dtype=x.dtype).to(x.device)
+        x[_index(params.logit_bias, x)] += _index(params.logit_bias.values(), x, np.float32)
     if len(row.output) < params.min_tokens:
         # A tokenizer may name end tokens that the model has no logit for; a negative id must not wrap around.
         x[_index([i for i in row.stop_ids if 0 <= i < x.shape[0]], x)] = -torch.inf
@@ -87,8 +92,9 @@ def _process_row(x: Tensor, row: LogitRow) -> None:
         x.masked_fill_(~row.allowed, -torch.inf)
 
 
-def _index(ids: Iterable[int], x: Tensor) -> Tensor:
-    return torch.tensor(list(ids), dtype=torch.int64).to(x.device)
+def _index(numbers: Iterable[float], x: Tensor, dtype: type = np.int64) -> Tensor:
+    """Numbers of the host, where x is."""
+    return upload(x.device, np.array(list(numbers), dtype=dtype))[0]
 
 
 def bad_rows(logits: Tensor) -> Tensor:
@@ -107,21 +113,23 @@ def probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     top_p is from Holtzman et al. 2020, section 3.1; min_p from Nguyen et al. 2024, section 3.
     """
     vocab = logits.shape[-1]
-    temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float64)
-    temperature = temperature.clamp(_COLDEST, _HOTTEST).to(logits.device, logits.dtype)
-    # Subtract the maximum first: 1e4 / 1e-37 overflows, 0 / 1e-37 does not.
-    x = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+    temperature = np.array([p.temperature or 1.0 for p in params]).clip(_COLDEST, _HOTTEST)
+    min_p = np.array([p.min_p for p in params], dtype=np.float32)
     cut = [r for r, p in enumerate(params) if not p.greedy and (0 < p.top_k < vocab or p.top_p < 1)]
+    greedy = [r for r, row in enumerate(params) if row.greedy]
+    rows = (np.array(numbers, dtype=np.int64) for numbers in (cut, greedy))
+    temperature, min_p, cut_rows, greedy_rows = upload(logits.device, temperature, min_p, *rows)
+    # Subtract the maximum first: 1e4 / 1e-37 overflows, 0 / 1e-37 does not.
+    x = (logits - logits.amax(-1, keepdim=True)).div_(temperature.to(logits.dtype)[:, None])
     if cut:
-        x[cut] = _truncate(x[cut], [params[r] for r in cut])
+        x.index_copy_(0, cut_rows, _truncate(x[cut_rows], [params[r] for r in cut]))
     if any(p.min_p > 0 for p in params):
         # The likeliest token has x = 0, so p / max(p) = exp(x).
-        x.masked_fill_(x < torch.tensor([p.min_p for p in params]).log().to(x.device)[:, None], -torch.inf)
+        x.masked_fill_(x < min_p.log()[:, None], -torch.inf)
     p = x.softmax(-1)
-    greedy = [r for r, row in enumerate(params) if row.greedy]
     if greedy:
-        best = logits[greedy].argmax(-1, keepdim=True)
-        p[greedy] = torch.zeros_like(p[greedy]).scatter_(-1, best, 1.0)
+        best = logits[greedy_rows].argmax(-1, keepdim=True)
+        p.index_copy_(0, greedy_rows, torch.zeros_like(p[greedy_rows]).scatter_(-1, best, 1.0))
     return p
 
 
@@ -129,9 +137,9 @@ def _truncate(x: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Set what top_k and top_p drop to -inf: x [F, V] scaled logits with maximum 0 -> [F, V]."""
     vocab = x.shape[-1]
     top_k = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
-    width = max(min(k, NUCLEUS_WIDTH) if k == vocab else k for k in top_k)
-    k = torch.tensor(top_k).to(x.device)[:, None]  # [F, 1]
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64).to(x.device)[:, None]  # [F, 1]
+    nucleus = NUCLEUS_WIDTH if x.device.type == "cpu" else vocab
+    width = max(min(k, nucleus) if k == vocab else k for k in top_k)
+    k, top_p = upload(x.device, np.array(top_k)[:, None], np.array([p.top_p for p in params])[:, None])  # [F, 1]
     kept, complete = _keep_likeliest(x, k, top_p, width)
     if max(top_k) > width and not complete.all():
         flat = ~complete  # so flat that top_p reaches past `width` tokens

@@ -62,17 +62,17 @@ def verify(
     one-hot. drafts [R] below V, row_start [B], num_drafts [B]: see above. u_accept, u_sample: float64 [R], independent
     uniforms in [0, 1) of each row's position. Nothing is changed in place; there is no copy to the host.
 
-    A draft whose q row is no distribution (NaN, negative, wrong sum) or cannot have produced it (q(x) = 0) is dropped
-    and p is sampled instead, which is exact whatever the draft was. All next_ids are in [0, V).
+    A draft that is no token (-1), or whose q row is no distribution (NaN, negative, wrong sum) or cannot have produced
+    it (q(x) = 0), is dropped and p is sampled instead, which is exact whatever the draft was. All next_ids are below V.
     """
     x = drafts.clamp(min=0)[:, None]  # [R, 1] bonus rows point at some token, the answer is not used
     p_x = p.gather(-1, x)[:, 0]
     if q is None:
-        valid = torch.ones_like(drafts, dtype=torch.bool)
+        valid = drafts >= 0
         q_x = torch.ones_like(p_x)
     else:
         q_x = q.gather(-1, x)[:, 0]
-        valid = is_distribution(q) & (q_x > 0)
+        valid = is_distribution(q) & (q_x > 0) & (drafts >= 0)
     # A product, not the ratio p / q, so that nothing divides by 0; strict, so that p(x) = 0 is never accepted.
     stop = _first_stop(valid & (u_accept * q_x < p_x), row_start, num_drafts)
     rejected = valid[stop] & (stop < row_start + num_drafts)

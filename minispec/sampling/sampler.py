@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from minispec.core import Row, TokenLogprob
+from minispec.core import Row, TokenLogprob, known_tokens
 from minispec.device import download, upload
 from minispec.sampling.distribution import (
     LogitRow,
@@ -38,7 +38,7 @@ class Outcome:
 
     `failed` means that the logits behind the accepted drafts define no distribution (not finite, or every token
     forbidden): there is no further token, and the request must end.
-    `broken` means that the draft that was dropped came with a q that is no distribution.
+    `broken` means that the draft that was dropped came with a q that is no distribution, or that a draft is no token.
     """
 
     accepted: int
@@ -55,27 +55,31 @@ class Judged(NamedTuple):
     next_ids: torch.Tensor  # int64 [B]
     bad: torch.Tensor  # bool [R], no distribution
     broken: torch.Tensor  # bool [B]
+    drafts: torch.Tensor  # int64 [R], -1 where there is none
     logprobs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # of rows that want them, see token_logprobs
     carried: torch.Tensor  # next_ids on the logits' device, whatever becomes of the others
 
     def to_host(self) -> Judged:
         """All of it in host memory, but what the next step may read on the device; see `download`."""
-        return Judged(*download(*self[:4]), [tuple(download(*each)) for each in self.logprobs], self.carried)
+        return Judged(*download(*self[:5]), [tuple(download(*each)) for each in self.logprobs], self.carried)
 
 
 @torch.inference_mode()
-def judge(logits: torch.Tensor, rows: Sequence[Row], verification: str = "rejection") -> Judged:
+def judge(
+    logits: torch.Tensor, rows: Sequence[Row], verification: str = "rejection", known: torch.Tensor | None = None
+) -> Judged:
     """Sample and verify all rows of a step at once, without waiting for the device.
 
     logits: [R, V] float32, the rows' positions in order (1 + number of drafts each). verification: see
     `SpeculativeConfig`. With "match" every position is sampled with the random number that plain decoding uses there,
-    so a seeded request gets the tokens that it gets without speculation.
+    so a seeded request gets the tokens that it gets without speculation. known: see `Step.known`.
     """
     row_start, num_drafts = _places(rows)
     drafts = np.array([t for row in rows for t in (*row.drafts, -1)])  # [R]; -1: bonus row
     greedy = all(row.request.params.greedy for row in rows)
     random = [] if greedy else [_uniforms(rows, purpose) for purpose in _VERIFY_PURPOSES]
     drafts, starts, counts, *random = upload(logits.device, drafts, row_start, num_drafts, *random)
+    drafts = known_tokens(drafts, known)
 
     processed, q = process_logits(logits, _histories(rows)), None
     if greedy:
@@ -98,22 +102,23 @@ def judge(logits: torch.Tensor, rows: Sequence[Row], verification: str = "reject
         for row, start in zip(rows, row_start, strict=True)
         if (top := row.request.params.logprobs) is not None
     ]
-    return Judged(verdict.accepted, verdict.next_ids, bad_rows(processed), broken, logprobs, verdict.next_ids)
+    return Judged(*verdict, bad_rows(processed), broken, drafts, logprobs, verdict.next_ids)
 
 
 def outcomes(judged: Judged, rows: Sequence[Row]) -> list[Outcome]:
-    """What was decided, as plain numbers. Waits for the device if `judged` is still there."""
-    row_start, _ = _places(rows)
-    accepted, next_ids, bad, broken = (column.tolist() for column in judged[:4])
+    """What was decided, as plain numbers, and `Row.drafts` too. Waits for the device if `judged` is still there."""
+    row_start, num_drafts = _places(rows)
+    accepted, next_ids, bad, broken, drafts = (column.tolist() for column in judged[:5])
     logprobs, result = iter(judged.logprobs), []
     for b, row in enumerate(rows):
+        row.drafts = drafts[row_start[b] : row_start[b] + num_drafts[b]]
         failures = bad[row_start[b] : row_start[b] + accepted[b] + 1]
         failed = True in failures  # what a bad row says about its draft does not count
         kept = failures.index(True) if failed else accepted[b]
         tokens = row.drafts[:kept] + ([] if failed else [next_ids[b]])
         wanted = row.request.params.logprobs is not None
         of_tokens = _logprobs(*next(logprobs))[: len(tokens)] if wanted else []
-        result.append(Outcome(kept, tokens, of_tokens, failed, broken[b]))
+        result.append(Outcome(kept, tokens, of_tokens, failed, broken[b] or -1 in row.drafts))
     return result
 
 

@@ -44,7 +44,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default="auto", help="auto, float32 (float), bfloat16, or float16 (half, CUDA only)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--tp-size", "--tensor-parallel-size", type=int, default=1, metavar="N", help="1: one device")
-    add("--attention-backend", default="torch_native", metavar="NAME", help="torch_native")
+    add("--attention-backend", default="auto", metavar="NAME", help="auto, flashinfer (CUDA), or torch_native")
+    add("--disable-cuda-graph", dest="enable_cuda_graphs", action="store_false", help="launch kernel by kernel")
     add = parser.add_argument_group("memory and scheduling").add_argument
     add("--context-length", type=int, metavar="N", help="most tokens of one request; None: the model's limit")
     add("--mem-fraction-static", type=float, metavar="X", help="share of a GPU's memory for weights and K/V")
@@ -77,12 +78,11 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The flags as keyword arguments of LLM. Raises ConfigError for what cannot be carried out, with the reason."""
     if args.tp_size != 1:
         raise ConfigError(f"--tp-size {args.tp_size}: this engine runs on one device, so only 1 is possible")
-    if args.attention_backend != "torch_native":
-        raise ConfigError(f"--attention-backend {args.attention_backend}: attention is plain torch here (torch_native)")
     options = {field.name: getattr(args, field.name) for field in fields(EngineConfig) if field.name in args}
     options["max_num_batched_tokens"] = max(
         EngineConfig.max_num_batched_tokens, args.max_num_seqs, args.chunked_prefill_size or 0
     )
+    options["attention_backend"] = args.attention_backend.replace("torch_native", "torch")
     options["speculative_config"] = speculative_options(args)
     return options | {"dtype": DTYPES.get(args.dtype, args.dtype), "device": args.device}
 

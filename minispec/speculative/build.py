@@ -7,8 +7,9 @@ Taught in notebook 12 (speculation inside the engine).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -33,62 +34,73 @@ BUILT_IN = ("auto", "ngram", "mtp", "early-exit")
 EMBEDDED_HEAD = Path(str(resources.files("minispec"))) / "assets" / f"{EMBEDDED_MODEL}-mtp.safetensors"
 
 
-def needs_hidden(config: SpeculativeConfig | None) -> bool:
-    """True when the drafter reads the target's hidden states."""
-    return config is not None and config.candidate_length > 0 and bool({"mtp", "auto"} & set(config.drafters))
+@dataclass(frozen=True)
+class Prepared:
+    """A drafter whose weights are loaded; `build` makes it once there are slots.
+
+    bytes_per_slot: that it takes of the target's device. attentions: of its own there. reads_hidden: see `ModelRunner`.
+    """
+
+    build: Callable[[ModelRunner, KVPool], Drafter]
+    bytes_per_slot: int = 0
+    attentions: int = 0
+    reads_hidden: bool = False
 
 
-def build_drafters(
-    config: SpeculativeConfig | None, loaded: LoadedModel, runner: ModelRunner, pool: KVPool, *, dtype: torch.dtype
-) -> list[Drafter]:
-    """The drafters that `config` names; none without it, or with candidate_length 0.
+def prepare_drafters(
+    config: SpeculativeConfig | None, loaded: LoadedModel, *, dtype: torch.dtype, device: torch.device
+) -> list[Prepared]:
+    """The drafters that `config` names; none without it, or with candidate_length 0. dtype, device: the target's.
 
     Raises ConfigError or ModelLoadError when one cannot be had or does not fit the target.
     """
     if config is None or config.candidate_length == 0:
         return []
-    drafters: list[Drafter] = []
+    prepared: list[Prepared] = []
     for name in ("mtp", "ngram") if config.draft_model == "auto" else config.drafters:
         if name == "ngram":
-            drafters.append(NgramDrafter(config.ngram_max, config.ngram_min))
+            prepared.append(Prepared(lambda runner, pool: NgramDrafter(config.ngram_max, config.ngram_min)))
             continue
         try:
-            drafters.append(_model_drafter(name, config, loaded, runner, pool, dtype))
+            prepared.append(_model_drafter(name, config, loaded, dtype, device))
         except NoMTPModule as error:
             if config.draft_model != "auto":
                 raise
             log.info("drafting with n-grams alone: %s", error)
-            runner.hidden = None  # nobody reads it
-    return drafters
+    return prepared
 
 
 def _model_drafter(
-    name: str, config: SpeculativeConfig, loaded: LoadedModel, runner: ModelRunner, pool: KVPool, dtype: torch.dtype
-) -> Drafter:
+    name: str, config: SpeculativeConfig, loaded: LoadedModel, dtype: torch.dtype, device: torch.device
+) -> Prepared:
     choice = {
         "sampled": config.draft_sampling == "probabilistic",
         "least_confidence": config.draft_confidence_threshold,
     }
     if name == "mtp":
         tensors = _mtp_tensors(config.draft_head, loaded)
-        where = {"dtype": dtype, "device": runner.device, "quantization": config.draft_quantization}
+        where = {"dtype": dtype, "device": device, "quantization": config.draft_quantization}
         weights = load_mtp(tensors, loaded.model, **where)
         used = replace(weights, modules=weights.modules[: config.candidate_length])  # a later one would never draft
-        return MTPDrafter(used, runner, pool, dtype=dtype, **choice)
+        count, hidden = len(used.modules), loaded.config.hidden_size * dtype.itemsize
+        size = (count + 1) * hidden + count * replace(loaded.config, num_layers=1).kv_bytes_per_token(dtype)
+        return Prepared(partial(MTPDrafter, used, dtype=dtype, **choice), size, count, reads_hidden=True)
     if name == "early-exit":
         layers, most = config.early_exit_layers or max(1, loaded.config.num_layers // 4), loaded.config.num_layers - 1
         if layers > most:
             raise ConfigError(f"early_exit_layers must be from 1 to {most} for this model, got {layers}")
-        return EarlyExitDrafter(layers, runner, pool, **choice)
-    device = _draft_device(config.draft_device) if config.draft_device else runner.device
-    if device.type != runner.device.type:  # what is quick there may be slow here
-        dtype, _ = choose_dtype("auto", device)
+        return Prepared(partial(EarlyExitDrafter, layers, **choice))
+    here = _draft_device(config.draft_device) if config.draft_device else device
+    if here.type != device.type:  # what is quick there may be slow here
+        dtype, _ = choose_dtype("auto", here)
     try:
-        draft = load_model(name, dtype=dtype, device=device, quantization=config.draft_quantization)
+        draft = load_model(name, dtype=dtype, device=here, quantization=config.draft_quantization)
     except ModelLoadError as error:
         raise ConfigError(f"draft_model {name!r}: not {', '.join(BUILT_IN)}, so taken for a model; {error}") from error
     check_same_tokenizer(loaded.tokenizer, draft.tokenizer)
-    return StandaloneDrafter(draft.model, runner, pool, **choice)
+    shared = here == device
+    size = draft.config.kv_bytes_per_token(dtype) if shared else 0
+    return Prepared(partial(StandaloneDrafter, draft.model, **choice), size, int(shared))
 
 
 def _draft_device(name: str) -> torch.device:

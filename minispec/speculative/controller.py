@@ -196,7 +196,7 @@ class Controller:
         """Copies cost nothing, so they are fetched before deciding; how long their match is says what text it is."""
         if self.copier is None:
             return [([], None)] * len(rows)
-        copies = self.copier.propose([row.request for row in rows], caps)
+        copies, _ = self.copier.propose([row.request for row in rows], caps)
         self.copier.settle_faults()
         for row, (tokens, _) in zip(rows, copies, strict=True):
             row.kind = self.copier.drafter.match_length(row.request) if tokens else 0
@@ -316,9 +316,10 @@ class Controller:
     def draft(self, step: Step) -> None:
         """Let the draft model fill `row.drafts` and `row.q` of its rows. May run beside the host's work."""
         rows = self._drawn(step)
-        drafts = self.model.propose([row.request for row in rows], [row.max_drafts for row in rows]) if rows else []
-        for row, (tokens, q) in zip(rows, drafts, strict=True):
-            row.drafts, row.q = tokens, q
+        if rows:
+            drafts, step.known = self.model.propose([row.request for row in rows], [row.max_drafts for row in rows])
+            for row, (tokens, q) in zip(rows, drafts, strict=True):
+                row.drafts, row.q = tokens, q
 
     def _drawn(self, step: Step) -> list[Row]:
         """Rows whose drafts come from the draft model."""

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from minispec.core import UNKNOWN
+
 if TYPE_CHECKING:
     from minispec.core import Request
 
@@ -23,12 +25,19 @@ class Proposal:
     """Draft tokens of one step.
 
     tokens: one list per request, at most as long as asked; an empty one means no idea, decode as usual.
+    A model's drafts may be known to the device alone: the lists hold what stands for them, see `core.known_tokens`.
     q: per request, the distributions that its drafts were really drawn from, float32 [len(tokens[b]), V] on the
     target's device, or None when they were chosen without chance (copied, or an argmax). None for all of them.
     """
 
     tokens: list[list[int]]
     q: Sequence[Tensor | None] | None = None
+    known: Tensor | None = None  # int64, on the target's device
+
+    def on_host(self) -> list[list[int]]:
+        """All tokens as such. Waits for the device."""
+        known = [] if self.known is None else self.known.tolist()
+        return [[known[UNKNOWN - t] if t <= UNKNOWN else t for t in tokens] for tokens in self.tokens]
 
 
 class Drafter(Protocol):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from minispec.core import UNKNOWN
 from minispec.speculative.drafter import Drafter
 
 if TYPE_CHECKING:
@@ -42,30 +43,33 @@ class Guard:
         self._good = 0
         self._caught: list[Exception] = []
 
-    def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[Draft]:
+    def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> tuple[list[Draft], Tensor | None]:
         """One draft for each request, at most as long as its length; all of them empty after a fault.
+
+        Also the tokens that only the device knows, see `Proposal`.
 
         It may run beside the host's work, so a fault is kept until `settle_faults`.
         """
         nothing: list[Draft] = [([], None) for _ in requests]
         if not self.on or not requests:
-            return nothing
+            return nothing, None
         try:
             proposal = self.drafter.propose(requests, lengths)
             qs = proposal.q or [None] * len(requests)
-            drafts = [self._checked(*each) for each in zip(lengths, proposal.tokens, qs, strict=True)]
+            least = 0 if proposal.known is None else UNKNOWN - len(proposal.known) + 1
+            drafts = [self._checked(*each, least) for each in zip(lengths, proposal.tokens, qs, strict=True)]
         except Exception as error:
             self._caught.append(error)
-            return nothing
+            return nothing, None
         self._good += 1
         if self._good >= RECOVERED:
             self._attempts = self._most_attempts
-        return drafts
+        return drafts, proposal.known
 
-    def _checked(self, length: int, tokens: Sequence[int], q: Tensor | None) -> Draft:
-        """The draft as plain ints; ValueError or TypeError when it is not what was asked for."""
+    def _checked(self, length: int, tokens: Sequence[int], q: Tensor | None, least: int) -> Draft:
+        """The draft as plain ints; ValueError or TypeError when it is not what was asked for. least: of all ids."""
         tokens = [operator.index(token) for token in tokens]
-        if len(tokens) > length or not all(0 <= token < self.vocab_size for token in tokens):
+        if len(tokens) > length or not all(least <= token < self.vocab_size and token != -1 for token in tokens):
             raise ValueError(f"draft {tokens} for {length} places and a vocabulary of {self.vocab_size}")
         if q is not None and tuple(q.shape) != (len(tokens), self.vocab_size):
             raise ValueError(f"q has shape {list(q.shape)}, expected {[len(tokens), self.vocab_size]}")

@@ -18,15 +18,17 @@ Taught in notebooks 10 (the MTP head) and 12 (speculation inside the engine).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from minispec.core import Request, StepLayout
+from minispec.core import UNKNOWN, Request, StepLayout
+from minispec.device import upload
+from minispec.graphs import Program
 from minispec.kv.pool import KVPool
 from minispec.models.config import ModelConfig
 from minispec.models.llama import CausalLM
@@ -39,7 +41,7 @@ from minispec.speculative.drafter import Proposal
 CATCH_UP_ROWS = 512  # most rows of one request in one catch-up forward; a long prompt takes several
 
 
-class ModelDrafter(ABC):
+class ModelDrafter:
     """What all drafters with a model share. Subclasses say how one forward is done.
 
     runner: the target's. pool: slots, table and exact bits. sampled: draw drafts from q at the request's own
@@ -53,6 +55,7 @@ class ModelDrafter(ABC):
     chain = 1  # models that draft in turn, one for each depth; the last one drafts at all depths behind
     shift = 0  # positions before it have no draft row
     max_len: int | None = None  # positions that the draft model can number; longer requests are not drafted
+    program: Program  # see `_program`
     draft_ids: torch.Tensor | None = None  # int64 [V'], the target's id of each logit; None: they are the same
 
     def __init__(
@@ -61,24 +64,43 @@ class ModelDrafter(ABC):
         self.pool, self.sampled, self.least_confidence = pool, sampled, least_confidence
         self.vocab_size, self.num_text_tokens = runner.vocab_size, runner.num_text_tokens
         self.device = self.target_device = runner.device  # where drafts are computed, where they are verified
+        self.attention = runner.attention
         self.forwards = self.bytes_read = 0
 
-    @abstractmethod
-    def forward(self, segments: Sequence[Segment], depth: int) -> torch.Tensor:
+    def forward(self, segments: Sequence[Segment], depth: int, known: torch.Tensor | None) -> torch.Tensor:
         """Run draft rows and keep what they leave at their slots -> logits [B, V'] float32 where segments want them.
+
+        known: the drafts of this round, on the draft's device, see `core.known_tokens`.
 
         depth 0 is a catch-up. At depth j each request brings its newest draft; in a chain of M models, all j drafts
         while j < M, because the model whose turn it is has read none of them.
         """
+        layout, table = self._layout(segments)
+        return self._program(depth)(layout, table, known=known)
+
+    def _program(self, depth: int) -> Program:
+        """What runs at this depth: `program`, unless a subclass says more."""
+        return self.program
+
+    def record(self, batches: Sequence[int], candidate_length: int) -> None:
+        """Capture what a round of so many drafts runs: a catch-up after a verification, and one row for each draft."""
+        for depth in range(candidate_length):
+            longest = candidate_length + 1 if depth == 0 else depth if depth < self.chain else 1
+            self._program(depth).record((batch, q_len) for batch in batches for q_len in {1, longest})
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
-        """See `Drafter.propose`. Slots for the drafts must be reserved."""
+        """See `Drafter.propose`. Slots for the drafts must be reserved.
+
+        The host launches the whole round without seeing a token, unless it must: to end a draft by its confidence, or
+        to let drafts count for the penalties of the next ones.
+        """
         lengths = [self._clip(request, k) for request, k in zip(requests, candidate_lengths, strict=True)]
         active = [b for b, k in enumerate(lengths) if k > 0]
         drafts: list[list[int]] = [[] for _ in requests]
         q_rows: list[list[torch.Tensor]] = [[] for _ in requests]
-        depth = 0
+        seen = self.least_confidence > 0 or any(needs_processing(requests[b].params) for b in active)
+        depth, known = 0, None
         while active:
             drafting = [requests[b] for b in active]
             if depth == 0:
@@ -90,7 +112,7 @@ class ModelDrafter(ABC):
                     Segment(requests[b].table_row, start, drafts[b][-new:], 1)
                     for b, start in zip(active, starts, strict=True)
                 ]
-                logits = self._run(drafting, segments, depth)
+                logits = self._run(drafting, segments, depth, known)
             if self.least_confidence:
                 kept = self._confident(logits)
                 active, logits = [active[i] for i in kept], logits[kept]
@@ -98,13 +120,20 @@ class ModelDrafter(ABC):
                 if not active:
                     break
             tokens, q = self._choose(logits, drafting, [drafts[b] for b in active])
+            if seen:
+                ids = tokens.tolist()
+                if -1 in ids:
+                    raise FloatingPointError("the draft model's logits are not finite")
+            else:
+                ids = [UNKNOWN - i - (0 if known is None else len(known)) for i in range(len(tokens))]
+                known = tokens if known is None else torch.cat((known, tokens))
             for i, b in enumerate(active):
-                drafts[b].append(tokens[i])
+                drafts[b].append(ids[i])
                 if q is not None and not requests[b].params.greedy:  # whose draft has no chance in it
                     q_rows[b].append(q[i])
             depth += 1
             active = [b for b in active if lengths[b] > depth]
-        return Proposal(drafts, [torch.stack(rows) if rows else None for rows in q_rows])
+        return Proposal(drafts, [torch.stack(rows) if rows else None for rows in q_rows], known)
 
     def release(self, request: Request) -> None:  # noqa: B027
         """Nothing is kept per request: exact bits belong to slots."""
@@ -138,7 +167,9 @@ class ModelDrafter(ABC):
             if not behind:
                 return logits
 
-    def _run(self, requests: Sequence[Request], segments: Sequence[Segment], depth: int) -> torch.Tensor:
+    def _run(
+        self, requests: Sequence[Request], segments: Sequence[Segment], depth: int, known: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`forward`, counted: in a catch-up all models of a chain read the rows."""
         count = self.chain if depth == 0 else 1
         read = self.weight_bytes + (self.deeper_bytes if depth == 0 else 0)
@@ -147,7 +178,7 @@ class ModelDrafter(ABC):
         for request in requests:
             request.metrics.draft_forwards += count
             request.metrics.draft_bytes += read
-        return self.forward(segments, depth)
+        return self.forward(segments, depth, None if known is None else known.to(self.device))
 
     def _layout(self, segments: Sequence[Segment], shift: int = 0) -> tuple[StepLayout, np.ndarray]:
         """Pack the rows from position `shift` on, counted from there; also the table, position - shift -> slot."""
@@ -158,9 +189,6 @@ class ModelDrafter(ABC):
             if s.start + len(s.token_ids) > shift
         ]
         return pack(later, table), table
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
 
     def _to_target(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary: ids that the draft model lacks, and padding, get probability 0."""
@@ -180,13 +208,15 @@ class ModelDrafter(ABC):
 
     def _choose(
         self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[list[int]]
-    ) -> tuple[list[int], torch.Tensor | None]:
-        """One token per request from logits [B, V']; q [B, V] if any was drawn by chance.
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One token per request from logits [B, V'], -1 where they are not finite; q [B, V] if any was drawn."""
+        tokens, q = self._chosen(logits, requests, drafts)
+        sound = torch.isfinite(logits.amax(-1))  # a NaN is the maximum of its row
+        return torch.where(sound, tokens.to(self.device), -1).to(self.target_device), q
 
-        Raises FloatingPointError when a row is not finite.
-        """
-        if not torch.isfinite(logits.amax(-1)).all():  # a NaN is the maximum of its row
-            raise FloatingPointError("the draft model's logits are not finite")
+    def _chosen(
+        self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[list[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = [
             LogitRow(r.params, r.prompt, r.output + draft, r.stop_ids) if needs_processing(r.params) else None
             for r, draft in zip(requests, drafts, strict=True)
@@ -194,16 +224,16 @@ class ModelDrafter(ABC):
         drawn = self.sampled and not all(r.params.greedy for r in requests)
         if not drawn and not any(rows):  # the common case needs no row over the whole vocabulary
             if self.draft_ids is not None:
-                return self.draft_ids[logits.argmax(-1)].tolist(), None
-            return logits[:, : self.num_text_tokens].argmax(-1).tolist(), None
+                return self.draft_ids[logits.argmax(-1)], None
+            return logits[:, : self.num_text_tokens].argmax(-1), None
         logits = process_logits(self._to_target(logits).to(self.target_device), rows)
         if not drawn:
-            return logits.argmax(-1).tolist(), None
+            return logits.argmax(-1), None
         q = probabilities(logits, [r.params for r in requests])
         seeds = np.array([r.seed for r in requests], dtype=np.uint64)
         positions = np.array([len(r.tokens) + len(draft) for r, draft in zip(requests, drafts, strict=True)])
-        u = torch.from_numpy(uniforms(seeds, positions, Purpose.DRAFT)).to(self.target_device)
-        return sample(q, u).tolist(), q
+        [u] = upload(self.target_device, uniforms(seeds, positions, Purpose.DRAFT))
+        return sample(q, u), q
 
 
 class MTPDrafter(ModelDrafter):
@@ -229,28 +259,45 @@ class MTPDrafter(ModelDrafter):
         self.weight_bytes = _bytes_of_layers(config, 1, size, vocab_size) + 2 * config.hidden_size**2 * size
         self.deeper_bytes = (self.chain - 1) * (self.weight_bytes - vocab_size * config.hidden_size * size)
         self.hidden = [runner.hidden, *(torch.zeros_like(runner.hidden) for _ in self.modules)]  # by module, 0..M
-        self.tenants = [Tenant(config, 1, pool.num_slots, dtype=dtype, device=self.device) for _ in self.modules]
+        where = {"dtype": dtype, "device": self.device, "attention": runner.attention}
+        self.tenants = [Tenant(config, 1, pool.num_slots, **where) for _ in self.modules]
+        self.programs = {
+            (k, source): Program(partial(self._body, k, source), self.tenants[k - 1], num_extra=1, last_only=True)
+            for k in range(1, self.chain + 1)
+            for source in {k - 1, k}
+        }
 
-    def forward(self, segments: Sequence[Segment], depth: int) -> torch.Tensor:
+    def forward(self, segments: Sequence[Segment], depth: int, known: torch.Tensor | None) -> torch.Tensor:
         """See ModelDrafter."""
-        hidden = self._rows(min(depth + 1, self.chain), min(depth, self.chain), segments)
+        logits = self._rows(min(depth + 1, self.chain), min(depth, self.chain), segments, known)
         if depth == 0:
             for k in range(2, self.chain + 1):
-                self._rows(k, k - 1, segments)
-        return self.head(hidden).float()
+                self._rows(k, k - 1, [s._replace(num_logits=0) for s in segments], known)
+        return logits
 
-    def _rows(self, k: int, source: int, segments: Sequence[Segment]) -> torch.Tensor | None:
-        """Module k reads the hidden states of module `source`: its own [B, H] where segments want logits."""
+    def _rows(
+        self, k: int, source: int, segments: Sequence[Segment], known: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Module k reads the hidden states of module `source`: logits [B, V'] where segments want them."""
         if not any(s.start + len(s.token_ids) > k for s in segments):
             return None  # too early in the sequence for a row
         layout, table = self._layout(segments, shift=k)
         before = self.pool.table.slots[np.repeat(layout.table_rows, layout.q_lens), layout.positions + k - 1]
-        read = self.hidden[source].index_select(0, self._tensor(before))
-        embedded = self.target.embedding(self._tensor(layout.token_ids))
-        cos, sin = self.target.rotary(self._tensor(layout.positions))
-        hidden = self.modules[k - 1](embedded, read, cos, sin, self.tenants[k - 1].attend(layout, table))  # [N, H]
-        self.hidden[k].index_copy_(0, self._tensor(layout.slots), hidden)
-        return hidden.index_select(0, self._tensor(layout.logit_rows))
+        return self.programs[k, source](layout, table, before, known=known)
+
+    def _body(
+        self, k: int, source: int, columns: Sequence[torch.Tensor], plan: Any, wanted: torch.Tensor | None
+    ) -> torch.Tensor:
+        token_ids, positions, slots, before = columns
+        cos, sin = self.target.rotary(positions)
+        embedded, read = self.target.embedding(token_ids), self.hidden[source].index_select(0, before)
+        hidden = self.modules[k - 1](embedded, read, cos, sin, self.tenants[k - 1].attend(plan))  # [N, H]
+        self.hidden[k].index_copy_(0, slots, hidden)
+        read = hidden if wanted is None else hidden.index_select(0, wanted)
+        return self.head(read).float() if len(read) else read
+
+    def _program(self, depth: int) -> Program:
+        return self.programs[min(depth + 1, self.chain), min(depth, self.chain)]
 
 
 class StandaloneDrafter(ModelDrafter):
@@ -261,16 +308,12 @@ class StandaloneDrafter(ModelDrafter):
     def __init__(self, model: CausalLM, runner: ModelRunner, pool: KVPool, **choice: Any) -> None:
         super().__init__(runner, pool, **choice)
         config, norm = model.config, model.norm.weight
-        self.model, self.max_len, self.device = model, config.context_length, norm.device
+        self.max_len, self.device = config.context_length, norm.device
         self.weight_bytes = config.num_parameters_read * model.head.itemsize
-        self.tenant = Tenant(config, config.num_layers, pool.num_slots, dtype=norm.dtype, device=norm.device)
-
-    def forward(self, segments: Sequence[Segment], depth: int) -> torch.Tensor:
-        """See ModelDrafter."""
-        layout, table = self._layout(segments)
-        attend = self.tenant.attend(layout, table)
-        hidden = self.model.forward(self._tensor(layout.token_ids), self._tensor(layout.positions), attend)
-        return self.model.logits(hidden.index_select(0, self._tensor(layout.logit_rows)))
+        self.tenant = Tenant(
+            config, config.num_layers, pool.num_slots, dtype=norm.dtype, device=norm.device, attention=self.attention
+        )
+        self.program = _causal_program(model, self.tenant)
 
 
 class EarlyExitDrafter(ModelDrafter):
@@ -283,21 +326,24 @@ class EarlyExitDrafter(ModelDrafter):
 
     def __init__(self, num_layers: int, runner: ModelRunner, pool: KVPool, **choice: Any) -> None:
         super().__init__(runner, pool, **choice)
-        self.num_layers, self.runner = num_layers, runner
         config = runner.model.config
         self.weight_bytes = _bytes_of_layers(config, num_layers, runner.model.head.itemsize, config.vocab_size)
+        self.program = _causal_program(runner.model, runner.tenant, num_layers)
 
     def cursor(self, request: Request) -> int:
         """The target itself has read all tokens but the last."""
         return request.kv_len
 
-    def forward(self, segments: Sequence[Segment], depth: int) -> torch.Tensor:
-        """See ModelDrafter."""
-        model, (layout, table) = self.runner.model, self._layout(segments)
-        attend = self.runner.tenant.attend(layout, table)
-        ids, positions = self._tensor(layout.token_ids), self._tensor(layout.positions)
-        hidden = model.forward(ids, positions, attend, num_layers=self.num_layers)
-        return model.logits(hidden.index_select(0, self._tensor(layout.logit_rows)))
+
+def _causal_program(model: CausalLM, tenant: Tenant, num_layers: int | None = None) -> Program:
+    """Drafting with a whole model, or with its first layers."""
+
+    def body(columns: Sequence[torch.Tensor], plan: Any, wanted: torch.Tensor | None) -> torch.Tensor:
+        token_ids, positions, _ = columns
+        hidden = model.forward(token_ids, positions, tenant.attend(plan), num_layers=num_layers)
+        return model.logits(hidden if wanted is None else hidden.index_select(0, wanted))
+
+    return Program(body, tenant, last_only=True)
 
 
 def _bytes_of_layers(config: ModelConfig, num_layers: int, itemsize: int, vocab_size: int) -> int:

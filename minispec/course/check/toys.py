@@ -89,7 +89,7 @@ class FaultyDrafter:
         if fault in ("raises", "no memory"):
             raise torch.OutOfMemoryError("injected") if fault == "no memory" else RuntimeError("injected")
         proposal = self.drafter.propose(requests, candidate_lengths)
-        tokens = [list(draft) for draft in proposal.tokens]
+        tokens = proposal.on_host()
         if fault == "NaN":
             q = [torch.full((len(draft), self.vocab_size), torch.nan) for draft in tokens]
             return Proposal(tokens, q)

@@ -1,0 +1,211 @@
+"""Paged attention on a GPU, by FlashInfer's FA2 kernels.
+
+FlashInfer works in two halves: `plan` divides the work of a step among the GPU's processors (on the host, from lengths
+alone), `run` computes one layer. One prefill wrapper serves any mix of rows: its causal mask is aligned at the last
+token of each row, so prompt chunks, single tokens and chains of drafts need no mask of their own. Inside a CUDA graph
+the grid must not change, so every captured shape of B rows of q_len tokens has a decode wrapper of its own.
+
+What holds it together, each a wrong answer otherwise:
+- Attention sees slots: a page is one slot, and all index tensors are int32 (others are read as if they were).
+- `plan` stages in page-locked memory what a copy brings to the GPU later. Such a buffer is written again only when its
+  event says that the copy is done.
+- Workspaces are shared by all wrappers, so every run or replay follows its own plan, on the same stream.
+
+Knows: FlashInfer's interface (0.6.18). Does not know: what a row is for, who owns a slot, when graphs are captured.
+It imports FlashInfer when an attention is made, never before. Taught in notebook 13 (everything on).
+
+FlashInfer: Ye et al. 2025. FA2: Dao 2023, FlashAttention-2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from minispec.core import StepLayout
+from minispec.device import upload
+
+HEAD_SIZES = (64, 128, 256)  # that FA2 kernels exist for
+WORKSPACE_BYTES = 128 << 20  # for partial results of long rows that several processors share
+PLAN_BYTES = 8 << 20  # for what a plan says
+PLAN_BUFFERS = 8  # a round of drafts plans once for each of its tokens, and should not wait for the first plan's copy
+GRAPH_SLOTS = 1 << 20  # positions that the rows of a captured step may attend to, all together
+DEVICE_BYTES = WORKSPACE_BYTES + PLAN_BYTES + 4 * GRAPH_SLOTS  # that one attention takes of the GPU
+
+
+def obstacle(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What keeps FlashInfer from serving such a model on that device; None: nothing."""
+    if device.type != "cuda":
+        return f"FlashInfer needs CUDA, and the device is {str(device)!r}"
+    if head_dim not in HEAD_SIZES:
+        return f"FlashInfer's kernels are for heads of {', '.join(map(str, HEAD_SIZES))} numbers, not {head_dim}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"FlashInfer computes in float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    try:
+        import flashinfer  # noqa: F401
+    except Exception as error:  # whatever its own imports may raise
+        return f"FlashInfer (package flashinfer-python) cannot be imported: {error}"
+    return None
+
+
+class PagedIndices(NamedTuple):
+    """A step as FlashInfer reads it, int32 in host memory: B rows, N packed tokens, pages of one slot."""
+
+    qo_indptr: np.ndarray  # [B+1] the tokens of row b are [qo_indptr[b], qo_indptr[b+1])
+    kv_indptr: np.ndarray  # [B+1] its pages are kv_indices[kv_indptr[b] : kv_indptr[b+1]]
+    kv_indices: np.ndarray  # [sum of kv_lens]
+    last_page_len: np.ndarray  # [B] tokens in its last page
+
+
+def paged_indices(layout: StepLayout, table: np.ndarray) -> PagedIndices:
+    """The indices of a step. `table` [rows, positions] holds slot ids."""
+    pages = [table[row, :length] for row, length in zip(layout.table_rows, layout.kv_lens, strict=True)]
+    return PagedIndices(
+        qo_indptr=_starts(layout.q_lens),
+        kv_indptr=_starts(layout.kv_lens),
+        kv_indices=np.concatenate(pages).astype(np.int32),
+        last_page_len=np.ones(len(pages), dtype=np.int32),
+    )
+
+
+def packed_masks(
+    q_lens: np.ndarray, kv_lens: np.ndarray, windows: Sequence[np.ndarray | None]
+) -> tuple[np.ndarray, np.ndarray]:
+    """FlashInfer's custom mask: (bits uint8, int32 [B+1] first byte of each row's bits).
+
+    windows: per row, bool [q_len, q_len], which of its own tokens each of them sees (a tree's ancestors and itself);
+    None: all before it. What came before the row is seen by all. The bits of a row are [q_len, kv_len] in row-major
+    order, the lowest bit of a byte first, and begin at a whole byte.
+    """
+    bits = []
+    for q_len, kv_len, window in zip(q_lens, kv_lens, windows, strict=True):
+        seen = np.ones((q_len, kv_len), dtype=bool)
+        seen[:, kv_len - q_len :] = np.tri(q_len, dtype=bool) if window is None else window
+        bits.append(np.packbits(seen.reshape(-1), bitorder="little"))
+    return np.concatenate(bits), _starts([len(row) for row in bits])
+
+
+def _starts(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+
+
+def _pinned(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array).pin_memory()
+
+
+def _plan_buffer() -> tuple[torch.Tensor, torch.cuda.Event]:
+    return torch.empty(PLAN_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()
+
+
+@dataclass
+class Plan:
+    """A planned step. new_slots [N]: where its K/V go; None in a captured step, whose graph has a place for them."""
+
+    wrapper: Any
+    new_slots: torch.Tensor | None
+
+
+class FlashInferAttention:
+    """Attention of a model with Hq query and Hkv K/V heads of size D. Scale is D**-0.5.
+
+    Raises what `import flashinfer` raises; ask `obstacle` before.
+    """
+
+    name = "flashinfer"
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        import flashinfer
+
+        self._flashinfer, self.device = flashinfer, device
+        self._heads = num_heads, num_kv_heads, head_dim
+        self._common = {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": head_dim**-0.5, "non_blocking": True}
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._mixed = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
+        self._int_workspace = self._mixed._int_workspace_buffer
+        self._captured: dict[tuple[int, int], Any] = {}
+        self._buffers = [_plan_buffer() for _ in range(PLAN_BUFFERS)]
+        self._graph_slots: torch.Tensor | None = None  # int32, what captured steps attend to
+
+    def plan(
+        self,
+        layout: StepLayout,
+        table: np.ndarray,
+        *,
+        windows: Sequence[np.ndarray | None] | None = None,
+        graph: bool = False,
+    ) -> Plan:
+        """Plan a step for all layers; `table` [rows, positions] holds slot ids, it is read now and not kept.
+
+        windows: see `packed_masks`; None: no row has a tree. graph: the step's rows have all the same q_len, no tree
+        and at least q_len positions, and it is captured, or a replay of what was captured for so many rows.
+        """
+        indices = paged_indices(layout, table)
+        kv_indices, slots = upload(self.device, indices.kv_indices, layout.slots)
+        # Lengths stay on the host, where plan reads them; page-locked, so that its own copies of them do not wait.
+        qo_indptr, kv_indptr, last_page_len = (
+            _pinned(array) for array in (indices.qo_indptr, indices.kv_indptr, indices.last_page_len)
+        )
+        shape = (*self._heads, 1)  # pages of one slot
+        buffer, copied = self._buffers[0]
+        self._buffers.append(self._buffers.pop(0))
+        copied.synchronize()
+        if graph:
+            q_len = int(layout.q_lens[0])
+            wrapper = self._captured_wrapper(len(layout.q_lens), q_len)
+            wrapper._pin_memory_int_workspace_buffer = buffer
+            wrapper.plan(kv_indptr, kv_indices, last_page_len, *shape, q_len_per_req=q_len, **self._common)
+        else:
+            wrapper = self._mixed
+            wrapper._pin_memory_int_workspace_buffer = buffer
+            wrapper.plan(qo_indptr, kv_indptr, kv_indices, last_page_len, *shape, causal=True, **self._common)
+            if windows is not None:  # run takes these two when they are there; given to plan, it would wait for the GPU
+                bits, starts = packed_masks(layout.q_lens, layout.kv_lens, windows)
+                wrapper._custom_mask_buf, wrapper._mask_indptr_buf = upload(self.device, bits, starts)
+        copied.record()
+        return Plan(wrapper, None if graph else slots)
+
+    def _captured_wrapper(self, batch: int, q_len: int) -> Any:
+        """The wrapper of a captured shape, made when it is planned for the first time."""
+        if (batch, q_len) not in self._captured:
+            int32 = {"dtype": torch.int32, "device": self.device}
+            if self._graph_slots is None:
+                self._graph_slots = torch.zeros(GRAPH_SLOTS, **int32)
+            wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=True,  # the prefill kernel: any number of heads in a group, and several tokens a row
+                paged_kv_indptr_buffer=torch.zeros(batch + 1, **int32),
+                paged_kv_indices_buffer=self._graph_slots,
+                paged_kv_last_page_len_buffer=torch.ones(batch, **int32),
+                backend="fa2",
+            )
+            wrapper._int_workspace_buffer = self._int_workspace
+            self._captured[batch, q_len] = wrapper
+        return self._captured[batch, q_len]
+
+    def run(
+        self,
+        plan: Plan,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write k, v [N, Hkv, D] into one layer's caches [slots, Hkv, D], then attend: q [N, Hq, D] -> [N, Hq, D]."""
+        k_cache.index_copy_(0, plan.new_slots, k)
+        v_cache.index_copy_(0, plan.new_slots, v)
+        q = q.contiguous()
+        # Left to itself, run fills its output with zeros first, and asks for a launch mode that was never measured.
+        return plan.wrapper.run(q, (k_cache[:, None], v_cache[:, None]), out=torch.empty_like(q), enable_pdl=False)
+
+
+# Multi-head latent attention (DeepSeek) has wrappers of its own, flashinfer.mla.BatchMLAPagedAttentionWrapper: planned
+# from the same four arrays (kv_len_arr in place of last_page_len), it reads compressed K/V, and has no custom mask.
