@@ -75,8 +75,8 @@ class Tenant:
     def __init__(
         self, config: ModelConfig, num_layers: int, num_slots: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.cache = KVCache(num_layers, num_slots, config.num_kv_heads, config.head_dim, dtype=dtype, device=device)
-        self.attention = TorchAttention(config.num_heads, config.num_kv_heads, dtype=dtype, device=device)
+        self.cache = KVCache(num_layers, num_slots, *config.kv_shape, dtype=dtype, device=device)
+        self.attention = TorchAttention(config.num_heads, config.kv_shape.heads, dtype=dtype, device=device)
 
     def attend(self, layout: StepLayout, table: np.ndarray) -> Attend:
         """The `attend` of one forward: writes each layer's K/V to the layout's slots and reads its history."""
@@ -110,7 +110,7 @@ class ModelRunner:
         self.model, self.device = model, device
         self.num_text_tokens = num_text_tokens or config.vocab_size
         self.vocab_size = config.vocab_size
-        self.weight_bytes = config.num_parameters_read * dtype.itemsize
+        self.weight_bytes = config.num_parameters_read() * dtype.itemsize
         self.tenant = Tenant(config, config.num_layers, num_slots, dtype=dtype, device=device)
         size = (num_slots, config.hidden_size)
         self.hidden = torch.zeros(size, dtype=dtype, device=device) if keep_hidden else None

@@ -154,7 +154,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def _may_ignore(name: str, config: ModelConfig) -> bool:
     """Tensors without a place that do no harm: rotary tables, a tied head, layers past the last (MTP modules)."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    beyond = layer is not None and int(layer[1]) >= config.num_layers
+    beyond = name.startswith("model.mtp_layers.") or (layer is not None and int(layer[1]) >= config.num_layers)
     return beyond or name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
 
 

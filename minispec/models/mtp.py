@@ -29,7 +29,7 @@ from torch import nn
 
 from minispec.models.config import ModelConfig, ModelLoadError
 from minispec.models.linear import Linear, quantize
-from minispec.models.llama import Attend, CausalLM, DecoderLayer, RMSNorm, layer_weight_views
+from minispec.models.llama import Attend, CausalLM, DecoderLayer, RMSNorm
 
 # Family -> (prefix of module k's tensors, our part -> its name there). The decoder layer lies under `layer`.
 FAMILIES = {
@@ -61,7 +61,7 @@ class MTPModule(nn.Module):
         self.enorm = RMSNorm(H, eps, **where)
         self.hnorm = RMSNorm(H, eps, **where)
         self.projection = Linear(2 * H, H, **where)
-        self.layer = DecoderLayer(config, 0, **where)
+        self.layer = DecoderLayer(config, 0, config.moe, **where)
         self.norm = RMSNorm(H, eps, **where)
         self.requires_grad_(False)
 
@@ -79,7 +79,7 @@ class MTPModule(nn.Module):
             f"{names[part]}.weight": getattr(self, part).weight for part in ("enorm", "hnorm", "projection", "norm")
         }
         prefix = f"{names['layer']}." if names["layer"] else ""
-        return views | {prefix + name: view for name, view in layer_weight_views(self.layer).items()}
+        return views | {prefix + name: view for name, view in self.layer.weight_views().items()}
 
 
 @dataclass(frozen=True)

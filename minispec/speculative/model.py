@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ import torch
 
 from minispec.core import Request, StepLayout
 from minispec.kv.pool import KVPool
-from minispec.models.config import ModelConfig
 from minispec.models.llama import CausalLM
 from minispec.models.mtp import MTPWeights
 from minispec.runner import ModelRunner, Segment, Tenant, pack
@@ -226,7 +224,8 @@ class MTPDrafter(ModelDrafter):
         self.target, self.chain = runner.model, len(self.modules)
         config, size = self.target.config, self.modules[0].projection.itemsize
         vocab_size = config.vocab_size if self.draft_ids is None else len(self.draft_ids)
-        self.weight_bytes = _bytes_of_layers(config, 1, size, vocab_size) + 2 * config.hidden_size**2 * size
+        module = range(config.num_layers, config.num_layers + 1)
+        self.weight_bytes = (config.num_parameters_read(module, vocab_size) + 2 * config.hidden_size**2) * size
         self.deeper_bytes = (self.chain - 1) * (self.weight_bytes - vocab_size * config.hidden_size * size)
         self.hidden = [runner.hidden, *(torch.zeros_like(runner.hidden) for _ in self.modules)]  # by module, 0..M
         self.tenants = [Tenant(config, 1, pool.num_slots, dtype=dtype, device=self.device) for _ in self.modules]
@@ -262,7 +261,7 @@ class StandaloneDrafter(ModelDrafter):
         super().__init__(runner, pool, **choice)
         config, norm = model.config, model.norm.weight
         self.model, self.max_len, self.device = model, config.context_length, norm.device
-        self.weight_bytes = config.num_parameters_read * model.head.itemsize
+        self.weight_bytes = config.num_parameters_read() * model.head.itemsize
         self.tenant = Tenant(config, config.num_layers, pool.num_slots, dtype=norm.dtype, device=norm.device)
 
     def forward(self, segments: Sequence[Segment], depth: int) -> torch.Tensor:
@@ -285,7 +284,7 @@ class EarlyExitDrafter(ModelDrafter):
         super().__init__(runner, pool, **choice)
         self.num_layers, self.runner = num_layers, runner
         config = runner.model.config
-        self.weight_bytes = _bytes_of_layers(config, num_layers, runner.model.head.itemsize, config.vocab_size)
+        self.weight_bytes = config.num_parameters_read(range(num_layers)) * runner.model.head.itemsize
 
     def cursor(self, request: Request) -> int:
         """The target itself has read all tokens but the last."""
@@ -298,8 +297,3 @@ class EarlyExitDrafter(ModelDrafter):
         ids, positions = self._tensor(layout.token_ids), self._tensor(layout.positions)
         hidden = model.forward(ids, positions, attend, num_layers=self.num_layers)
         return model.logits(hidden.index_select(0, self._tensor(layout.logit_rows)))
-
-
-def _bytes_of_layers(config: ModelConfig, num_layers: int, itemsize: int, vocab_size: int) -> int:
-    """Bytes of some layers, the final norm and the head."""
-    return replace(config, num_layers=num_layers, vocab_size=vocab_size).num_parameters_read * itemsize
