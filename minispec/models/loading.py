@@ -33,6 +33,7 @@ from minispec.models.llama import CausalLM
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab*")
+FP8_BLOCK = 128
 HUB_FILES_UNUSED = ("consolidated*", "original/*")  # the same weights once more, in another layout
 
 
@@ -118,9 +119,33 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) from all safetensors files of a folder, one tensor in memory at a time."""
-    for path in _weight_files(folder):
-        yield from read_safetensors(path)
+    """Yield (name, tensor) from all safetensors files of a folder, one in memory at a time, fp8 ones dequantised."""
+    return dequantized(pair for path in _weight_files(folder) for pair in read_safetensors(path))
+
+
+def dequantized(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Multiply float8 matrices with their scales: NAME_scale_inv has one for each block of 128 x 128 of NAME.
+
+    That is how DeepSeek-V3 stores its weights. Either may come first, from any shard; float32 goes out.
+    Raises ModelLoadError when one comes without the other, or their shapes do not fit.
+    """
+    waiting: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        stem = name.removesuffix("_scale_inv")
+        if name == stem and tensor.dtype != torch.float8_e4m3fn:
+            yield name, tensor
+        elif stem not in waiting:
+            waiting[stem] = tensor
+        else:
+            weight, scales = (tensor, waiting.pop(stem)) if name == stem else (waiting.pop(stem), tensor)
+            if scales.shape != tuple(-(-size // FP8_BLOCK) for size in weight.shape):
+                shapes = f"{list(weight.shape)} with scales {list(scales.shape)}"
+                raise ModelLoadError(f"tensor {stem} has contradicting shapes: {shapes} for blocks of {FP8_BLOCK}")
+            for axis, size in enumerate(weight.shape):
+                scales = scales.float().repeat_interleave(FP8_BLOCK, axis).narrow(axis, 0, size)
+            yield stem, weight.float() * scales
+    if waiting:
+        raise ModelLoadError(f"the float8 tensor {min(waiting)} needs its scales, and they need it: one is missing")
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

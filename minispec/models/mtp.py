@@ -125,8 +125,9 @@ def load_mtp(
             if own and name[match.end() :] not in SHARED:
                 found.setdefault((family, int(match[1])), {})[name[match.end() :]] = tensor
     if not found:
-        wanted = f"model.layers.{num_layers}.eh_proj.weight"
-        raise NoMTPModule(f"the checkpoint holds no MTP module for this target (tensors such as {wanted})")
+        wanted, promised = f"model.layers.{num_layers}.eh_proj.weight", target.config.num_mtp
+        promise = f", though its config promises {promised}" if promised else ""
+        raise NoMTPModule(f"the checkpoint holds no MTP module for this target (tensors such as {wanted}){promise}")
     family = min(found)[0]
     first = num_layers if family == "deepseek" else 0
     if sorted(found) != [(family, first + k) for k in range(len(found))]:
