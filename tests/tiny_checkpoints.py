@@ -14,9 +14,16 @@ from pathlib import Path
 import gguf
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.modeling_layers import MtpModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 VOCAB = 300
@@ -203,3 +210,47 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def add_shard(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Add tensors to a sharded checkpoint as one more shard, in its index too."""
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shard = f"model-mtp-{len(content['weight_map'])}.safetensors"
+    save_file(tensors, folder / shard, metadata={"format": "pt"})
+    content["weight_map"] |= dict.fromkeys(tensors, shard)
+    index.write_text(json.dumps(content))
+
+
+def their_mtp(folder: Path, num_modules: int = 1) -> tuple[PreTrainedModel, MtpModel]:
+    """transformers' model of a checkpoint of DeepSeek's kind, and its MTP modules with random weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model.config.num_mtp_layers = num_modules
+    mtp, generator = MtpModel(model, num_modules), torch.Generator().manual_seed(7)
+    shared = {id(p) for p in model.parameters()}
+    with torch.no_grad():
+        for name, tensor in (*mtp.named_parameters(), *mtp.named_buffers()):
+            if id(tensor) not in shared and "inv_freq" not in name:
+                noise = torch.randn(tensor.shape, generator=generator)
+                tensor.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.3 * noise)
+    return model.eval(), mtp.eval()
+
+
+def mtp_tensors(model: PreTrainedModel, mtp: MtpModel) -> dict[str, torch.Tensor]:
+    """The modules as DeepSeek's files hold them: experts one by one, embedding and head once more."""
+    tensors = {}
+    for k, layer in enumerate(mtp.layers):
+        prefix = f"model.layers.{model.config.num_hidden_layers + k}."
+        tensors[prefix + "embed_tokens.weight"] = model.get_input_embeddings().weight
+        tensors[prefix + "shared_head.head.weight"] = model.lm_head.weight
+        for name, tensor in layer.state_dict().items():
+            name = name.replace("post_norm.", "shared_head.norm.").removeprefix("mtp_block.")
+            if name.endswith("experts.gate_up_proj"):
+                for e, (gate, up) in enumerate(expert.chunk(2) for expert in tensor):
+                    tensors[f"{prefix}mlp.experts.{e}.gate_proj.weight"] = gate
+                    tensors[f"{prefix}mlp.experts.{e}.up_proj.weight"] = up
+            elif name.endswith("experts.down_proj"):
+                tensors |= {f"{prefix}mlp.experts.{e}.down_proj.weight": down for e, down in enumerate(tensor)}
+            else:
+                tensors[prefix + name] = tensor
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

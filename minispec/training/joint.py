@@ -149,7 +149,9 @@ def train(joint: Joint, stream: torch.Tensor, held_out: torch.Tensor, args: argp
     optimizers = [torch.optim.Muon(inner, weight_decay=0.05), torch.optim.AdamW(others, betas=(0.9, 0.95))]
     read: dict[Router, torch.Tensor] = {}
     for router in joint.routers():
-        router.register_forward_hook(lambda r, _, out: read.__setitem__(r, out[0].flatten().bincount(minlength=len(r.bias))))
+        router.register_forward_hook(
+            lambda r, _, out: read.__setitem__(r, out[0].flatten().bincount(minlength=len(r.bias)))
+        )
     first, note = 0, ""
     if path.is_file():
         first, weights, states = torch.load(path, weights_only=True)
