@@ -137,7 +137,8 @@ class Stream(Iterator[Piece]):
 class LLM:
     """A model with its engine. It belongs to one thread.
 
-    model: "smollm2-135m" (fetched once, then offline), a folder in Hugging Face layout, a .gguf file, or "org/name".
+    model: "smollm2-135m" (fetched once, then offline), "deepseek-mini" (part of the package), a folder in Hugging Face
+    layout, a .gguf file, or "org/name".
     dtype: "auto", "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda", "cuda:1".
     drafter: an object with the `Drafter` protocol instead of the one that speculative_config names.
     options: the fields of `minispec.config.EngineConfig`: page_size, max_num_batched_tokens, chunked_prefill_size,

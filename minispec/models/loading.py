@@ -1,11 +1,12 @@
 """From a name or a path to a model that can run: `load_model`.
 
     "smollm2-135m"        the embedded model (embedded.py)
+    "deepseek-mini"       a small DeepSeek with its MTP module, part of the package (assets/deepseek-mini/README.md)
     a folder              config.json and safetensors, in one file or sharded; never uses the network
     a file ending .gguf   llama.cpp's format (gguf.py)
     "org/name"            fetched by huggingface_hub, which keeps its own cache and honours HF_HUB_OFFLINE
 
-All four end in the same place: pairs (Hugging Face name, tensor), copied one by one into our fused parameters, so
+All end in the same place: pairs (Hugging Face name, tensor), copied one by one into our fused parameters, so
 there is never a second whole copy in memory. Every tensor must be expected, and every expected tensor must come.
 
 Knows: files and names. Does not know: arithmetic, caches, requests. Taught in notebook 01 (one token at a time).
@@ -17,6 +18,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,9 @@ from minispec.models.llama import CausalLM
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab*")
-FP8_BLOCK = 128
+FP8_BLOCK = 128  # rows and columns that share a scale
+ASSETS = Path(str(resources.files("minispec"))) / "assets"
+MINIATURE = "deepseek-mini"
 HUB_FILES_UNUSED = ("consolidated*", "original/*")  # the same weights once more, in another layout
 
 
@@ -188,13 +192,15 @@ def find_model(name: str, progress: bool = True) -> Path:
     path = Path(name).expanduser()
     if name == EMBEDDED_MODEL:
         return fetch_embedded(progress=progress)
+    if name == MINIATURE:
+        return ASSETS / name
     if (name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.is_file():
         raise ModelLoadError(f"{name} is a file but not .gguf; give a .gguf file or the folder that holds config.json")
     if path.suffix != ".gguf" and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         return _from_hub(name)
-    known = f"{EMBEDDED_MODEL!r} (embedded), a folder, a .gguf file, or 'org/name' on the Hugging Face hub"
+    known = f"{EMBEDDED_MODEL!r} and {MINIATURE!r} (embedded), a folder, a .gguf file, or 'org/name' on the hub"
     raise ModelLoadError(f"no model {name!r}: no such file or folder; known are {known}")
 
 
