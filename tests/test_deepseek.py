@@ -102,9 +102,6 @@ def test_a_cached_token_takes_one_latent_and_one_turned_key_per_layer(checkpoint
     cache, config = llm.engine.runner.tenant.cache, llm.model_config
     assert cache.k.shape == (3, 64, 1, 16 + 4) and cache.v.numel() == 0
     assert cache.bytes_per_slot == config.kv_bytes_per_token(torch.float32) == 3 * 20 * 4
-    # The published model: 61 layers of 512 + 64 numbers, where its 128 heads would be 2 * 128 * 128 and more.
-    real = MLA | {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    assert ModelConfig.from_hf(hf("deepseek_v3", **real)).kv_bytes_per_token(torch.bfloat16) == 61 * 576 * 2
 
 
 # The MTP module of DeepSeek ------------------------------------------------------------------------------------------
@@ -171,6 +168,87 @@ def test_a_promise_without_weights_is_one_sentence(tmp_path):
         make(folder, {"draft_model": "mtp"})
     llm = make(folder, {"draft_model": "auto"})  # n-grams alone
     assert [drafter.name for drafter in llm.engine.drafters] == ["ngram"]
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
+def test_a_module_may_have_an_embedding_and_a_head_of_its_own(pair, tmp_path, name):
+    """As a rule the file holds the target's once more; where it does not, the module's count, and ids do not change."""
+    folder, model, mtp, prompts, expected = pair
+    tensors = mtp_tensors(model, mtp)
+    shared = make(folder, {"draft_model": "mtp"}).engine.drafters[0]
+    assert shared.embedding is shared.target.embedding and shared.head is shared.target.head
+    own = tensors[f"model.layers.3.{name}.weight"].flip(0)
+    save_file(tensors | {f"model.layers.3.{name}.weight": own.contiguous()}, tmp_path / "head.safetensors")
+    llm = make(folder, {"draft_model": "mtp", "draft_head": str(tmp_path / "head.safetensors")})
+    drafter = llm.engine.drafters[0]
+    used = drafter.embedding.weight if name == "embed_tokens" else drafter.head.plain_weight
+    assert torch.equal(used, own)
+    seen = record(drafter)
+    for output, (ids, margin) in zip(llm.generate(prompts, greedy()), expected, strict=True):
+        assert_same_ids(output.token_ids, ids, margin)
+    for tokens, drafts in seen:
+        assert_same_ids(drafts, *recomputed_drafts(drafter, tokens, len(drafts)))
+    save_file(tensors | {f"model.layers.3.{name}.weight": own[1:].contiguous()}, tmp_path / "head.safetensors")
+    with pytest.raises(ModelLoadError, match=rf"{name}.weight has the shape \[299, 32\], the target's \[300, 32\]"):
+        make(folder, {"draft_model": "mtp", "draft_head": str(tmp_path / "head.safetensors")})
+
+
+PUBLISHED = {  # config.json of DeepSeek-V3 and R1
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "max_position_embeddings": 163840,
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def test_published_sizes_come_out_of_the_published_config():
+    """The technical report: 671 billion parameters, a token reads 37; README_WEIGHTS: 11.5 of the module's own."""
+    config = ModelConfig.from_hf(PUBLISHED)
+    assert config.context_length == 163_840
+    assert round(config.num_parameters / 1e9) == 671
+    assert round((config.num_parameters_read() + 129280 * 7168) / 1e9, 1) in (37.5, 37.6)
+    assert round((config.layer_parameters(61) + 2 * 7168**2) / 1e9, 1) in (11.5, 11.6)
+    assert config.kv_bytes_per_token(torch.bfloat16) == 61 * (512 + 64) * 2
 
 
 def test_weight_bytes_count_what_one_token_reads(pair):
@@ -373,8 +451,11 @@ def test_float8_without_fitting_scales_is_refused(tensors, sentence):
         (hf("deepseek_v3", **MLA | {"topk_method": "greedy"}), "topk_method 'greedy' is not supported"),
         (hf("deepseek_v3", **MLA | {"moe_layer_freq": 2}), "moe_layer_freq 2 is not supported"),
         (hf("deepseek_v3", **MLA | {"num_experts_per_tok": 9}), "9 experts per token cannot be chosen of 8"),
-        (hf("deepseek_v3", **MLA | {"n_group": 3}), "8 experts cannot be chosen from in 3 groups"),
-        (hf("deepseek_v3", **MLA | {"n_group": 8}), "8 experts cannot be chosen from in 8 groups"),
+        (hf("deepseek_v3", **MLA | {"n_group": 3}), "3 of 8 experts cannot be chosen from the best 2 of 3 groups"),
+        (hf("deepseek_v3", **MLA | {"n_group": 8}), "3 of 8 experts cannot be chosen from the best 2 of 8 groups"),
+        (hf("deepseek_v3", **MLA | {"topk_group": 5}), "from the best 5 of 4 groups"),
+        (hf("deepseek_v3", **MLA | {"topk_group": 1}), "3 of 8 experts cannot be chosen from the best 1 of 4 groups"),
+        (hf("deepseek_v2", **MLA | {"norm_topk_prob": True}), "norm_topk_prob True is not supported"),
         (hf("qwen3_moe", num_experts_per_tok=2, moe_intermediate_size=8), "lacks 'num_local_experts'"),
         (hf(quantization_config={"quant_method": "fp8"}), "quantisation 'fp8' is not supported.*128 x 128"),
     ],

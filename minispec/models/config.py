@@ -144,11 +144,11 @@ class MoEConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise ModelLoadError(f"{self.experts_per_token} experts per token cannot be chosen of {self.num_experts}")
-        if (
-            self.num_experts % self.num_groups
-            or self.num_experts // self.num_groups < self.group_top > 1 < self.num_groups
-        ):
-            raise ModelLoadError(f"{self.num_experts} experts cannot be chosen from in {self.num_groups} groups")
+        size, groups = self.num_experts // self.num_groups, self.groups_per_token
+        fits = self.group_top <= size and groups <= self.num_groups and self.experts_per_token <= groups * size
+        if self.num_experts % self.num_groups or (self.num_groups > 1 and not fits):
+            choice = f"{self.experts_per_token} of {self.num_experts} experts"
+            raise ModelLoadError(f"{choice} cannot be chosen from the best {groups} of {self.num_groups} groups")
 
     @classmethod
     def from_hf(cls, kind: str, config: Mapping[str, Any]) -> MoEConfig | None:
@@ -167,16 +167,14 @@ class MoEConfig:
             return None
         third = kind != "deepseek_v2"
         method = config.get("topk_method", "noaux_tc" if third else "greedy")
-        if method not in ("noaux_tc",) if third else method not in ("greedy", "group_limited_greedy"):
+        if method not in (("noaux_tc",) if third else ("greedy", "group_limited_greedy")):
             raise ModelLoadError(f"topk_method {method!r} is not supported for {kind}")
         _refuse_unless(config, "scoring_func", "sigmoid" if third else "softmax")
         _refuse_unless(config, "moe_layer_freq", 1)
-        kinds = config.get("mlp_layer_types")
-        dense = (
-            range(config.get("first_k_dense_replace", 1))
-            if kinds is None
-            else [i for i in layers if kinds[i] == "dense"]
-        )
+        if not third:
+            _refuse_unless(config, "norm_topk_prob", False)
+        kinds, first = config.get("mlp_layer_types"), config.get("first_k_dense_replace", 1)
+        dense = [i for i in layers if (i < first if kinds is None else kinds[i] == "dense")]
         size, grouped = _required(config, "moe_intermediate_size"), method != "greedy"
         return cls(
             _required(config, "n_routed_experts"),

@@ -222,6 +222,7 @@ class MTPDrafter(ModelDrafter):
         assert runner.hidden is not None, "MTP reads the hidden pool: the runner must keep it"
         self.modules, self.head, self.draft_ids = weights.modules, weights.head, weights.draft_ids
         self.target, self.chain = runner.model, len(self.modules)
+        self.embedding = weights.embedding or self.target.embedding
         config, size = self.target.config, self.modules[0].projection.itemsize
         vocab_size = config.vocab_size if self.draft_ids is None else len(self.draft_ids)
         module = range(config.num_layers, config.num_layers + 1)
@@ -245,7 +246,7 @@ class MTPDrafter(ModelDrafter):
         layout, table = self._layout(segments, shift=k)
         before = self.pool.table.slots[np.repeat(layout.table_rows, layout.q_lens), layout.positions + k - 1]
         read = self.hidden[source].index_select(0, self._tensor(before))
-        embedded = self.target.embedding(self._tensor(layout.token_ids))
+        embedded = self.embedding(self._tensor(layout.token_ids))
         cos, sin = self.target.rotary(self._tensor(layout.positions))
         hidden = self.modules[k - 1](embedded, read, cos, sin, self.tenants[k - 1].attend(layout, table))  # [N, H]
         self.hidden[k].index_copy_(0, self._tensor(layout.slots), hidden)
