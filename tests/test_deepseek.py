@@ -367,6 +367,15 @@ def test_each_chosen_expert_runs_once_over_all_rows_that_chose_it():
         torch.testing.assert_close(out[row : row + 1], alone + moe.shared(x[row : row + 1]))
 
 
+def test_in_bfloat16_the_router_stays_float32(pair):
+    """Scores that differ in the third digit would be ties, and a near tie decides which expert reads the token."""
+    model = load_model(str(pair[0]), dtype=torch.bfloat16).model
+    kinds = {name: p.dtype for name, p in model.named_parameters()}
+    assert {kind for name, kind in kinds.items() if "router" in name} == {torch.float32}
+    assert {kind for name, kind in kinds.items() if "router" not in name} == {torch.bfloat16}
+    assert model.logits(model(TOKENS, torch.arange(97), CausalAttention())).isfinite().all()
+
+
 # float8 --------------------------------------------------------------------------------------------------------------
 
 

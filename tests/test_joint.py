@@ -163,3 +163,19 @@ def test_experts_that_are_read_too_little_become_likelier(tmp_path, monkeypatch)
     for router, steps in seen[0].counts.items():
         torch.testing.assert_close(router.bias.data, training.BALANCE_SPEED * steps)
         assert router.bias.abs().sum() > 0
+
+
+def test_the_shipped_model_drafts_for_itself():
+    """Latent attention, routed experts and the MTP module in the true layout, by name and without a network."""
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) < 12e6
+    prompts = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "Tell me a story.")]
+    outputs = []
+    for speculative in ({"draft_model": "mtp", "candidate_length": 3, "adaptive": False}, None):
+        llm = LLM("deepseek-mini", dtype="float32", kv_cache_tokens=512, speculative_config=speculative)
+        outputs.append([o.token_ids for o in llm.chat(prompts, SamplingParams(temperature=0, max_tokens=64))])
+        if speculative:
+            config, counts = llm.model_config, llm.engine.metrics.speculation
+            assert config.architecture == "deepseek_v3" and config.mla and config.moe and config.num_mtp == 1
+            assert config.num_parameters > 3e6
+            assert counts.acceptance_by_position[0] > 0.3
+    assert outputs[0] == outputs[1]

@@ -19,7 +19,7 @@ Taught in notebook 10 (the MTP head).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,7 +134,8 @@ def load_mtp(
     if sorted(found) != [(family, first + k) for k in range(len(found))]:
         there = ", ".join(f"{name} {index}" for name, index in sorted(found))
         raise ModelLoadError(f"the MTP modules must be {family} {first} and those that follow it, found {there}")
-    embedding, own_head = _own(found, EMBEDDING, target.embedding.weight), _own(found, HEAD, target.head.plain_weight)
+    embedding = _own(found, EMBEDDING, lambda: target.embedding.weight)
+    own_head = _own(found, HEAD, lambda: target.head.plain_weight)  # which may be a copy: only if it is needed
     modules = []
     for (family, index), parts in sorted(found.items()):
         module = MTPModule(target.config, hidden_first=family == "mimo", dtype=dtype, device=device)
@@ -155,9 +156,14 @@ def load_mtp(
     return MTPWeights(modules, head, draft_ids, None if embedding is None else nn.Embedding.from_pretrained(embedding))
 
 
-def _own(found: Mapping[object, dict[str, torch.Tensor]], name: str, targets: torch.Tensor) -> torch.Tensor | None:
+def _own(
+    found: Mapping[object, dict[str, torch.Tensor]], name: str, of_target: Callable[[], torch.Tensor]
+) -> torch.Tensor | None:
     """Take the matrix of that name out of all modules; it, if it is another one than the target's."""
     copies = [parts.pop(name) for parts in found.values() if name in parts]
+    if not copies:
+        return None
+    targets = of_target()
     for copy in copies:
         if copy.shape != targets.shape:
             shapes = f"{list(copy.shape)}, the target's {list(targets.shape)}"
