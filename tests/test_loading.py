@@ -192,7 +192,7 @@ def test_broken_tokenizer_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["smollm3", "no/such/folder", "./missing", "missing.gguf", "a/b.gguf", ""])
 def test_unknown_name_lists_what_is_known(name: str) -> None:
-    refused("known are 'smollm2-135m' .embedded., a folder, a .gguf file, or 'org/name'", name)
+    refused("known are 'smollm2-135m' and 'deepseek-mini' .embedded., a folder, a .gguf file, or 'org/name'", name)
 
 
 def test_file_that_is_not_gguf_is_refused(folder: Path) -> None:
