@@ -140,7 +140,8 @@ class Stream(Iterator[Piece]):
 class LLM:
     """A model with its engine. It belongs to one thread.
 
-    model: "smollm2-135m" (fetched once, then offline), a folder in Hugging Face layout, a .gguf file, or "org/name".
+    model: "smollm2-135m" (fetched once, then offline), "deepseek-mini" (part of the package), a folder in Hugging Face
+    layout, a .gguf file, or "org/name".
     dtype: "auto", "float32", "bfloat16", "float16". device: "auto", "cpu", "cuda", "cuda:1".
     drafter: your own drafter instead of the one that speculative_config names: an object with `propose` and `release`,
     as `minispec.speculative.drafter.Drafter` describes them. speculative_config says how many drafts it is asked for.
@@ -208,7 +209,10 @@ class LLM:
         self.attention = f"{runner.tenant.attention.name} ({runner.tenant.reason})"
         log.info("attention: %s", self.attention)
         if self.config.enable_cuda_graphs and self.device.type == "cuda":
-            self._record(runner, drafters)
+            if loaded.config.moe:
+                log.info("CUDA graphs: none, the host must know which experts were chosen")
+            else:
+                self._record(runner, drafters)
         self._open = True
 
     def _record(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:

@@ -85,15 +85,11 @@ class Tenant:
         device: torch.device,
         attention: str = "auto",
     ) -> None:
-        heads, size, where = (
-            (config.num_heads, config.num_kv_heads),
-            config.head_dim,
-            {"dtype": dtype, "device": device},
-        )
-        name, self.reason = choose_attention(attention, size, **where)
-        self.attention = make_attention(name, *heads, size, **where)
+        shape, where = config.kv_shape, {"dtype": dtype, "device": device}
+        name, self.reason = choose_attention(attention, shape.key_size, latent=not shape.value_size, **where)
+        self.attention = make_attention(name, config.num_heads, shape.heads, shape.key_size, **where)
         self.device, self.spare = device, num_slots
-        self.cache = KVCache(num_layers, num_slots + 1, config.num_kv_heads, size, **where)
+        self.cache = KVCache(num_layers, num_slots + 1, *shape, **where)
 
     def attend(self, plan: Any) -> Attend:
         """The `attend` of one planned forward: writes each layer's K/V to the step's slots and reads its history."""
@@ -127,7 +123,7 @@ class ModelRunner:
         self.model, self.device = model, device
         self.num_text_tokens = num_text_tokens or config.vocab_size
         self.vocab_size = config.vocab_size
-        self.weight_bytes = config.num_parameters_read * dtype.itemsize
+        self.weight_bytes = config.num_parameters_read() * dtype.itemsize
         self.attention = attention  # as asked for; draft models ask for the same
         self.tenant = Tenant(config, config.num_layers, num_slots, dtype=dtype, device=device, attention=attention)
         self.program = Program(self._body, self.tenant)

@@ -298,7 +298,7 @@ def test_metrics_are_counts_of_what_happened(folder):
     metrics = llm.metrics()
     assert (metrics.steps, metrics.computed_tokens, metrics.output_tokens) == (12, 14, 12)
     assert metrics.prompt_tokens == 3 and metrics.finished == {"length": 1}
-    assert metrics.weight_bytes_read == 12 * llm.model_config.num_parameters_read * 4
+    assert metrics.weight_bytes_read == 12 * llm.model_config.num_parameters_read() * 4
     assert out.metrics.forwards == 12 and out.metrics.first_token_s <= out.metrics.finished_s
     [again] = llm.generate([5, 6, 7], GREEDY)
     assert again.metrics.cached_tokens == 2 and llm.metrics().cached_tokens == 2
@@ -518,4 +518,4 @@ def test_streams_left_to_the_garbage_collector_disturb_nobody(llm):
 def test_weight_bytes_follow_the_dtype(folder):
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         llm = LLM(folder, dtype=dtype, kv_cache_tokens=64)
-        assert llm.engine.runner.weight_bytes == llm.model_config.num_parameters_read * size
+        assert llm.engine.runner.weight_bytes == llm.model_config.num_parameters_read() * size

@@ -192,7 +192,7 @@ def test_broken_tokenizer_is_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["smollm3", "no/such/folder", "./missing", "missing.gguf", "a/b.gguf", ""])
 def test_unknown_name_lists_what_is_known(name: str) -> None:
-    refused("known are 'smollm2-135m' .embedded., a folder, a .gguf file, or 'org/name'", name)
+    refused("known are 'smollm2-135m' and 'deepseek-mini' .embedded., a folder, a .gguf file, or 'org/name'", name)
 
 
 def test_file_that_is_not_gguf_is_refused(folder: Path) -> None:
@@ -442,9 +442,14 @@ def test_a_relative_cache_folder_stays_where_it_was_named(monkeypatch: pytest.Mo
 
 
 def test_quantised_numbers_without_their_scales_are_refused(folder: Path) -> None:
-    for dtype in (torch.int8, torch.float8_e4m3fn):
+    sentences = {
+        torch.int8: "model.norm.weight is int8; read are",
+        torch.float8_e5m2: "model.norm.weight is float8_e5m2; read are",
+        torch.float8_e4m3fn: "float8 tensor model.norm.weight needs its scales",
+    }
+    for dtype, sentence in sentences.items():
         change_weights(folder, add={"model.norm.weight": torch.ones(32).to(dtype)})
-        refused(r"model.norm.weight is (int8|float8_e4m3fn); read are", folder)
+        refused(sentence, folder)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def recomputed_drafts(drafter: MTPDrafter, tokens: list[int], k: int) -> tuple[l
         # Module m reads tokens m .. n-1+depth; past the last module, its rows go on with its own states.
         m = min(depth + 1, len(modules))
         before = hidden[:-1] if depth == 0 else hidden if depth < len(modules) else torch.cat((before, hidden[-1:]))
-        embedded = target.embedding(torch.tensor((tokens + drafts)[-len(before) :]))
+        embedded = drafter.embedding(torch.tensor((tokens + drafts)[-len(before) :]))
         hidden = modules[m - 1](embedded, before, *target.rotary(torch.arange(len(before))), CausalAttention())
         first, second = (logits := drafter.head(hidden[-1:]))[0].topk(2).values.tolist()
         best = logits[0].argmax()

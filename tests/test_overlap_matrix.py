@@ -2,7 +2,8 @@
 
 Ids, finish reasons and cached-token counts of both loops are compared with each other, and the ids with plain decoding
 in the simplest mode. Where slots are short, what was evicted by the time of an admission depends on the moment, and
-cached-token counts are only held to their bounds. Sampled requests are verified by "match", so their ids do not depend on what was drafted.
+cached-token counts are only held to their bounds. Sampled requests are verified by "match", so their ids do not depend
+on what was drafted.
 """
 
 from __future__ import annotations

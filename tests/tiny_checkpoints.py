@@ -14,9 +14,16 @@ from pathlib import Path
 import gguf
 import torch
 from gguf import MODEL_ARCH, GGMLQuantizationType
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.modeling_layers import MtpModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 VOCAB = 300
@@ -45,6 +52,25 @@ ROPE = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0},
 }
+MLA = {
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+}
+STRETCHED = ROPE["yarn"] | {"mscale": 1.0, "mscale_all_dim": 0.8}
+QWEN_MOE = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 # name -> (architecture, what differs from SIZES): every switch that the loader and the model know
 VARIANTS = {
     "llama": ("llama", {}),
@@ -58,6 +84,18 @@ VARIANTS = {
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3 moe": ("qwen3_moe", QWEN_MOE | {"norm_topk_prob": True}),
+    "qwen3 moe in every other layer": ("qwen3_moe", QWEN_MOE | {"decoder_sparse_step": 2}),
+    "qwen3 moe but in one layer": ("qwen3_moe", QWEN_MOE | {"mlp_only_layers": [1], "attention_bias": True}),
+    "deepseek v3": ("deepseek_v3", MLA),
+    "deepseek v3 with long texts": ("deepseek_v3", MLA | {"rope_parameters": STRETCHED}),
+    "deepseek v3 otherwise": (
+        "deepseek_v3",
+        MLA | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "deepseek v2": ("deepseek_v2", MLA | {"topk_method": "group_limited_greedy"}),
+    "deepseek v2 lite": ("deepseek_v2", MLA | {"q_lora_rank": None, "topk_method": "greedy"}),
+    "glm 4 moe lite": ("glm4_moe_lite", MLA | {"n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5}),
     "qwen3 with biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
 }
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -96,7 +134,8 @@ def write_tiny_checkpoint(
     **overrides: object,
 ) -> Path:
     """Write a random checkpoint into `folder` and return it; `overrides` are fields of its config.json."""
-    config = AutoConfig.for_model(architecture, **(SIZES | overrides))
+    fields = {name: value for name, value in (SIZES | overrides).items() if name != "head_dim" or value}
+    config = AutoConfig.for_model(architecture, **fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -104,6 +143,9 @@ def write_tiny_checkpoint(
             noise = torch.randn(parameter.shape, generator=generator)
             norm = name.endswith("norm.weight")
             parameter.copy_(1 + 0.2 * noise if norm else 0.3 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):  # of the experts; as large as the scores' differences
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if tokenizer:
         tiny_tokenizer().save_pretrained(folder)
@@ -168,3 +210,47 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def add_shard(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Add tensors to a sharded checkpoint as one more shard, in its index too."""
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    shard = f"model-mtp-{len(content['weight_map'])}.safetensors"
+    save_file(tensors, folder / shard, metadata={"format": "pt"})
+    content["weight_map"] |= dict.fromkeys(tensors, shard)
+    index.write_text(json.dumps(content))
+
+
+def their_mtp(folder: Path, num_modules: int = 1) -> tuple[PreTrainedModel, MtpModel]:
+    """transformers' model of a checkpoint of DeepSeek's kind, and its MTP modules with random weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model.config.num_mtp_layers = num_modules
+    mtp, generator = MtpModel(model, num_modules), torch.Generator().manual_seed(7)
+    shared = {id(p) for p in model.parameters()}
+    with torch.no_grad():
+        for name, tensor in (*mtp.named_parameters(), *mtp.named_buffers()):
+            if id(tensor) not in shared and "inv_freq" not in name:
+                noise = torch.randn(tensor.shape, generator=generator)
+                tensor.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.3 * noise)
+    return model.eval(), mtp.eval()
+
+
+def mtp_tensors(model: PreTrainedModel, mtp: MtpModel) -> dict[str, torch.Tensor]:
+    """The modules as DeepSeek's files hold them: experts one by one, embedding and head once more."""
+    tensors = {}
+    for k, layer in enumerate(mtp.layers):
+        prefix = f"model.layers.{model.config.num_hidden_layers + k}."
+        tensors[prefix + "embed_tokens.weight"] = model.get_input_embeddings().weight
+        tensors[prefix + "shared_head.head.weight"] = model.lm_head.weight
+        for name, tensor in layer.state_dict().items():
+            name = name.replace("post_norm.", "shared_head.norm.").removeprefix("mtp_block.")
+            if name.endswith("experts.gate_up_proj"):
+                for e, (gate, up) in enumerate(expert.chunk(2) for expert in tensor):
+                    tensors[f"{prefix}mlp.experts.{e}.gate_proj.weight"] = gate
+                    tensors[f"{prefix}mlp.experts.{e}.up_proj.weight"] = up
+            elif name.endswith("experts.down_proj"):
+                tensors |= {f"{prefix}mlp.experts.{e}.down_proj.weight": down for e, down in enumerate(tensor)}
+            else:
+                tensors[prefix + name] = tensor
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

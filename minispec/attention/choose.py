@@ -13,11 +13,16 @@ from minispec.attention.torch_backend import TorchAttention
 from minispec.config import ConfigError
 
 
-def choose_attention(requested: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[str, str]:
-    """Return (name, reason) for "auto", "torch" or "flashinfer". Raises ConfigError when FlashInfer cannot be had."""
+def choose_attention(
+    requested: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, latent: bool = False
+) -> tuple[str, str]:
+    """Return (name, reason) for "auto", "torch" or "flashinfer". Raises ConfigError when FlashInfer cannot be had.
+
+    latent: the cache holds latents, whose first numbers are the values.
+    """
     if requested == "torch":
         return "torch", "asked for"
-    reason = obstacle(head_dim, dtype, device)
+    reason = "latent attention is computed by torch" if latent else obstacle(head_dim, dtype, device)
     if requested == "flashinfer" and reason:
         raise ConfigError(f"attention_backend 'flashinfer' cannot be used: {reason}; take 'torch' or 'auto'")
     if reason:

@@ -89,33 +89,37 @@ class TorchAttention:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        """Write k, v [N, Hkv, D] into one layer's caches [slots, Hkv, D], then attend: q [N, Hq, D] -> [N, Hq, D]."""
-        width = k_cache.shape[1] * k_cache.shape[2]
-        k_flat, v_flat = (
-            k_cache.view(-1, width),
-            v_cache.view(-1, width),
-        )  # rows of Hkv*D: index_select copies whole rows
-        k_flat.index_copy_(0, plan.new_slots, k.reshape(-1, width))
-        v_flat.index_copy_(0, plan.new_slots, v.reshape(-1, width))
+        """Write k, v [N, Hkv, D] into one layer's caches [slots, Hkv, D], then attend: q [N, Hq, D] -> [N, Hq, D].
+
+        Where the v cache is empty, the values are the first numbers of the keys, and v says how many.
+        """
+        k_flat, v_flat = k_cache.flatten(1), v_cache.flatten(1)  # rows of Hkv*D: index_select copies whole rows
+        k_flat.index_copy_(0, plan.new_slots, k.flatten(1))
+        if v_flat.shape[1]:
+            v_flat.index_copy_(0, plan.new_slots, v.flatten(1))
+        size = v.shape[-1]
         if len(plan.groups) == 1 and plan.groups[0].packed is None:
-            return self._attend(plan.groups[0], k_flat, v_flat, q)
-        out = torch.empty_like(q)
+            return self._attend(plan.groups[0], k_flat, v_flat, q, size)
+        out = q.new_empty(*q.shape[:2], size)
         for group in plan.groups:
-            out.index_copy_(0, group.packed, self._attend(group, k_flat, v_flat, q.index_select(0, group.packed)))
+            read = self._attend(group, k_flat, v_flat, q.index_select(0, group.packed), size)
+            out.index_copy_(0, group.packed, read)
         return out
 
-    def _attend(self, g: Group, k_flat: torch.Tensor, v_flat: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, g: Group, k_flat: torch.Tensor, v_flat: torch.Tensor, q: torch.Tensor, value_size: int
+    ) -> torch.Tensor:
         heads, group, size = self.num_kv_heads, self.group_size, q.shape[-1]
         k, v = (
             flat[g.slots] if isinstance(g.slots, slice) else flat.index_select(0, g.slots) for flat in (k_flat, v_flat)
         )
         k = k.view(g.batch, g.kv_len, heads, size).transpose(1, 2)  # [B, Hkv, L, D]
-        v = v.view(g.batch, g.kv_len, heads, size).transpose(1, 2)  # [B, Hkv, L, D]
+        v = v.view(g.batch, g.kv_len, heads, value_size).transpose(1, 2) if v.shape[1] else k[..., :value_size]
         q = q.view(g.batch, g.q_len, heads, group, size).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Q, D]
         q = q.reshape(g.batch, heads, group * g.q_len, size)  # [B, Hkv, G*Q, D]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=g.mask)
-        out = out.view(g.batch, heads, group, g.q_len, size).permute(0, 3, 1, 2, 4)  # [B, Q, Hkv, G, D]
-        return out.reshape(g.batch * g.q_len, heads * group, size)
+        out = out.view(g.batch, heads, group, g.q_len, value_size).permute(0, 3, 1, 2, 4)  # [B, Q, Hkv, G, D]
+        return out.reshape(g.batch * g.q_len, heads * group, value_size)
 
     def _slots(self, slots: np.ndarray, kv_lens: np.ndarray) -> torch.Tensor | slice:
         batch, kv_len = slots.shape

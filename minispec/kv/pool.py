@@ -81,7 +81,10 @@ class PageAllocator:
 
 
 class KVCache:
-    """The tensors: k and v [L, num_slots, Hkv, D]. Zeros, so that a slot read before it was written is finite."""
+    """The tensors: k and v [L, num_slots, Hkv, D]. Zeros, so that a slot read before it was written is finite.
+
+    value_size: numbers per value where it is not D. With 0, v is empty: the values are the first numbers of the keys.
+    """
 
     def __init__(
         self,
@@ -89,19 +92,19 @@ class KVCache:
         num_slots: int,
         num_kv_heads: int,
         head_size: int,
+        value_size: int | None = None,
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (num_layers, num_slots, num_kv_heads, head_size)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (num_layers, num_slots, num_kv_heads)
+        self.k = torch.zeros(*shape, head_size, dtype=dtype, device=device)
+        self.v = torch.zeros(*shape, head_size if value_size is None else value_size, dtype=dtype, device=device)
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes that one position takes, all layers, keys and values."""
-        num_layers, _, num_kv_heads, head_size = self.k.shape
-        return 2 * num_layers * num_kv_heads * head_size * self.k.element_size()
+        return (self.k[:, 0].numel() + self.v[:, 0].numel()) * self.k.element_size()
 
 
 class SlotTable:

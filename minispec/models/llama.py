@@ -1,6 +1,8 @@
-"""The model itself: Llama, Mistral, Qwen2 and Qwen3 are one decoder with a few switches.
+"""The model itself: Llama, Mistral, Qwen, MiMo, DeepSeek and GLM-Lite are one decoder with a few switches.
 
-    token ids -> embedding -> [ norm, attention, add; norm, gated MLP, add ] x L -> norm -> hidden -> head -> logits
+    token ids -> embedding -> [ norm, attention, add; norm, MLP, add ] x L -> norm -> hidden -> head -> logits
+
+Attention is grouped-query attention here or DeepSeek's (deepseek.py); the MLP is one or a choice of many (moe.py).
 
 Knows: weights and the arithmetic of N packed rows. Does not know: caches, pages, batches, masks. Rows meet only in
 attention, and attention is a function `attend` that the caller brings along; everything else treats each row alone.
@@ -17,54 +19,35 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import RMSNorm
 
-from minispec.models.config import ModelConfig
-from minispec.models.kernels import silu_and_mul
+from minispec.models.config import ModelConfig, MoEConfig
+from minispec.models.deepseek import LatentAttention
 from minispec.models.linear import Linear
+from minispec.models.moe import MLP, MoE
 from minispec.models.rope import rotary_frequencies, rotary_tables, rotate
 
-# attend(layer, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]) -> [N, Hq, D]. q and k arrive turned to their positions
-# and may be strided views; the softmax scale D**-0.5 is the attention's to apply.
+# attend(layer, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, Dv]) -> [N, Hq, Dv]. q and k arrive turned to their positions
+# and may be strided views; the softmax scale D**-0.5 is the attention's to apply. Dv is D, but for MLA's latents.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019)."""
-
-    def __init__(self, size: int, eps: float, **where: object) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, **where))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class DecoderLayer(nn.Module):
-    """Attention and gated MLP, each behind a norm and added to the residual stream."""
+class Attention(nn.Module):
+    """Hq query heads that share Hkv heads of keys and values (grouped-query attention, Ainslie et al. 2023)."""
 
     def __init__(self, config: ModelConfig, index: int, **where: object) -> None:
         super().__init__()
         H, D = config.hidden_size, config.head_dim
         self.index = index
         self.num_q, self.num_kv, self.head_dim = config.num_heads, config.num_kv_heads, D
-        self.attention_norm = RMSNorm(H, config.rms_norm_eps, **where)
         self.qkv = Linear(H, (self.num_q + 2 * self.num_kv) * D, config.qkv_bias, **where)
         self.q_norm = RMSNorm(D, config.rms_norm_eps, **where) if config.qk_norm else None
         self.k_norm = RMSNorm(D, config.rms_norm_eps, **where) if config.qk_norm else None
         self.output = Linear(self.num_q * D, H, config.o_bias, **where)
-        self.mlp_norm = RMSNorm(H, config.rms_norm_eps, **where)
-        self.gate_up = Linear(H, 2 * config.intermediate_size, **where)
-        self.down = Linear(config.intermediate_size, H, **where)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         """x [N, H], cos and sin [N, 1, D] -> [N, H]."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, attend)
-        return x + self.mlp(self.mlp_norm(x))
-
-    def attention(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         heads = self.qkv(x).view(len(x), -1, self.head_dim)  # [N, Hq + 2 Hkv, D]
         qk, v = heads[:, : -self.num_kv], heads[:, -self.num_kv :]  # [N, Hq + Hkv, D], [N, Hkv, D]
         if self.q_norm is not None:
@@ -73,8 +56,47 @@ class DecoderLayer(nn.Module):
         mixed = attend(self.index, qk[:, : self.num_q], qk[:, self.num_q :], v)  # [N, Hq, D]
         return self.output(mixed.reshape(len(x), -1))  # [N, Hq * D] -> [N, H]
 
-    def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
+    def weight_views(self) -> dict[str, torch.Tensor]:
+        """Name in a checkpoint, relative to the attention -> the part of our parameters that it fills."""
+        views = {"o_proj.weight": self.output.weight}
+        sizes = [count * self.head_dim for count in (self.num_q, self.num_kv, self.num_kv)]
+        for kind, fused in (("weight", self.qkv.weight), ("bias", self.qkv.bias)):
+            if fused is not None:
+                parts = zip("qkv", fused.split(sizes), strict=True)
+                views |= {f"{letter}_proj.{kind}": part for letter, part in parts}
+        if self.output.bias is not None:
+            views["o_proj.bias"] = self.output.bias
+        if self.q_norm is not None:
+            views |= {"q_norm.weight": self.q_norm.weight, "k_norm.weight": self.k_norm.weight}
+        return views
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream. moe: of its experts, None for one MLP."""
+
+    def __init__(self, config: ModelConfig, index: int, moe: MoEConfig | None, **where: object) -> None:
+        super().__init__()
+        H, eps = config.hidden_size, config.rms_norm_eps
+        self.attention_norm = RMSNorm(H, eps, **where)
+        self.attention = (LatentAttention if config.mla else Attention)(config, index, **where)
+        self.mlp_norm = RMSNorm(H, eps, **where)
+        self.mlp = MoE(moe, H, **where) if moe else MLP(H, config.intermediate_size, **where)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """x [N, H], cos and sin [N, 1, D] -> [N, H]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, attend)
+        return x + self.mlp(self.mlp_norm(x))
+
+    def weight_views(self) -> dict[str, torch.Tensor]:
+        """Name in a checkpoint, relative to the layer -> the part of our parameters that it fills."""
+        norms = {
+            "input_layernorm.weight": self.attention_norm.weight,
+            "post_attention_layernorm.weight": self.mlp_norm.weight,
+        }
+        parts = {"self_attn": self.attention, "mlp": self.mlp}
+        return norms | {
+            f"{at}.{name}": view for at, part in parts.items() for name, view in part.weight_views().items()
+        }
 
 
 class CausalLM(nn.Module):
@@ -92,7 +114,9 @@ class CausalLM(nn.Module):
         where = {"dtype": dtype, "device": device}
         V, H = config.vocab_size, config.hidden_size
         self.embedding = nn.utils.skip_init(nn.Embedding, V, H, **where)
-        self.layers = nn.ModuleList(DecoderLayer(config, i, **where) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, config.moe_of(i), **where) for i in range(config.num_layers)
+        )
         self.norm = RMSNorm(H, config.rms_norm_eps, **where)
         self.head = Linear(H, V, **where)
         if config.tie_embeddings:
@@ -135,27 +159,6 @@ class CausalLM(nn.Module):
         views = {"model.embed_tokens.weight": self.embedding.weight, "model.norm.weight": self.norm.weight}
         if not self.config.tie_embeddings:
             views["lm_head.weight"] = self.head.weight
-        for layer in self.layers:
-            views |= {f"model.layers.{layer.index}.{name}": view for name, view in layer_weight_views(layer).items()}
+        for index, layer in enumerate(self.layers):
+            views |= {f"model.layers.{index}.{name}": view for name, view in layer.weight_views().items()}
         return views
-
-
-def layer_weight_views(layer: DecoderLayer) -> dict[str, torch.Tensor]:
-    """The same for one layer, with names relative to the layer."""
-    views = {
-        "input_layernorm.weight": layer.attention_norm.weight,
-        "self_attn.o_proj.weight": layer.output.weight,
-        "post_attention_layernorm.weight": layer.mlp_norm.weight,
-        "mlp.down_proj.weight": layer.down.weight,
-    }
-    views["mlp.gate_proj.weight"], views["mlp.up_proj.weight"] = layer.gate_up.weight.chunk(2)
-    sizes = [count * layer.head_dim for count in (layer.num_q, layer.num_kv, layer.num_kv)]
-    for kind, fused in (("weight", layer.qkv.weight), ("bias", layer.qkv.bias)):
-        if fused is not None:
-            parts = zip("qkv", fused.split(sizes), strict=True)
-            views |= {f"self_attn.{letter}_proj.{kind}": part for letter, part in parts}
-    if layer.output.bias is not None:
-        views["self_attn.o_proj.bias"] = layer.output.bias
-    if layer.q_norm is not None:
-        views |= {"self_attn.q_norm.weight": layer.q_norm.weight, "self_attn.k_norm.weight": layer.k_norm.weight}
-    return views

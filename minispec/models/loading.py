@@ -1,11 +1,12 @@
 """From a name or a path to a model that can run: `load_model`.
 
     "smollm2-135m"        the embedded model (embedded.py)
+    "deepseek-mini"       a small DeepSeek with its MTP module, part of the package (assets/deepseek-mini/README.md)
     a folder              config.json and safetensors, in one file or sharded; never uses the network
     a file ending .gguf   llama.cpp's format (gguf.py)
     "org/name"            fetched by huggingface_hub, which keeps its own cache and honours HF_HUB_OFFLINE
 
-All four end in the same place: pairs (Hugging Face name, tensor), copied one by one into our fused parameters, so
+All end in the same place: pairs (Hugging Face name, tensor), copied one by one into our fused parameters, so
 there is never a second whole copy in memory. Every tensor must be expected, and every expected tensor must come.
 
 Knows: files and names. Does not know: arithmetic, caches, requests. Taught in notebook 01 (one token at a time).
@@ -17,6 +18,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,9 @@ from minispec.models.llama import CausalLM
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab*")
+FP8_BLOCK = 128  # rows and columns that share a scale
+ASSETS = Path(str(resources.files("minispec"))) / "assets"
+MINIATURE = "deepseek-mini"
 HUB_FILES_UNUSED = ("consolidated*", "original/*")  # the same weights once more, in another layout
 
 
@@ -118,9 +123,33 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) from all safetensors files of a folder, one tensor in memory at a time."""
-    for path in _weight_files(folder):
-        yield from read_safetensors(path)
+    """Yield (name, tensor) from all safetensors files of a folder, one in memory at a time, fp8 ones dequantised."""
+    return dequantized(pair for path in _weight_files(folder) for pair in read_safetensors(path))
+
+
+def dequantized(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Multiply float8 matrices with their scales: NAME_scale_inv has one for each block of 128 x 128 of NAME.
+
+    That is how DeepSeek-V3 stores its weights. Either may come first, from any shard; float32 goes out.
+    Raises ModelLoadError when one comes without the other, or their shapes do not fit.
+    """
+    waiting: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        stem = name.removesuffix("_scale_inv")
+        if name == stem and tensor.dtype != torch.float8_e4m3fn:
+            yield name, tensor
+        elif stem not in waiting:
+            waiting[stem] = tensor
+        else:
+            weight, scales = (tensor, waiting.pop(stem)) if name == stem else (waiting.pop(stem), tensor)
+            if scales.shape != tuple(-(-size // FP8_BLOCK) for size in weight.shape):
+                shapes = f"{list(weight.shape)} with scales {list(scales.shape)}"
+                raise ModelLoadError(f"tensor {stem} has contradicting shapes: {shapes} for blocks of {FP8_BLOCK}")
+            for axis, size in enumerate(weight.shape):
+                scales = scales.float().repeat_interleave(FP8_BLOCK, axis).narrow(axis, 0, size)
+            yield stem, weight.float() * scales
+    if waiting:
+        raise ModelLoadError(f"the float8 tensor {min(waiting)} needs its scales, and they need it: one is missing")
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -154,7 +183,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def _may_ignore(name: str, config: ModelConfig) -> bool:
     """Tensors without a place that do no harm: rotary tables, a tied head, layers past the last (MTP modules)."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
-    beyond = layer is not None and int(layer[1]) >= config.num_layers
+    beyond = name.startswith("model.mtp_layers.") or (layer is not None and int(layer[1]) >= config.num_layers)
     return beyond or name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
 
 
@@ -163,13 +192,15 @@ def find_model(name: str, progress: bool = True) -> Path:
     path = Path(name).expanduser()
     if name == EMBEDDED_MODEL:
         return fetch_embedded(progress=progress)
+    if name == MINIATURE:
+        return ASSETS / name
     if (name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.is_file():
         raise ModelLoadError(f"{name} is a file but not .gguf; give a .gguf file or the folder that holds config.json")
     if path.suffix != ".gguf" and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         return _from_hub(name)
-    known = f"{EMBEDDED_MODEL!r} (embedded), a folder, a .gguf file, or 'org/name' on the Hugging Face hub"
+    known = f"{EMBEDDED_MODEL!r} and {MINIATURE!r} (embedded), a folder, a .gguf file, or 'org/name' on the hub"
     raise ModelLoadError(f"no model {name!r}: no such file or folder; known are {known}")
 
 

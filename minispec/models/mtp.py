@@ -19,7 +19,7 @@ Taught in notebook 10 (the MTP head).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from torch import nn
 
 from minispec.models.config import ModelConfig, ModelLoadError
 from minispec.models.linear import Linear, quantize
-from minispec.models.llama import Attend, CausalLM, DecoderLayer, RMSNorm, layer_weight_views
+from minispec.models.llama import Attend, CausalLM, DecoderLayer, RMSNorm
 
 # Family -> (prefix of module k's tensors, our part -> its name there). The decoder layer lies under `layer`.
 FAMILIES = {
@@ -48,7 +48,7 @@ FAMILIES = {
         },
     ),
 }
-SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's own, left unread
+EMBEDDING, HEAD = "embed_tokens.weight", "shared_head.head.weight"  # in most files copies of the target's own
 
 
 class MTPModule(nn.Module):
@@ -61,7 +61,7 @@ class MTPModule(nn.Module):
         self.enorm = RMSNorm(H, eps, **where)
         self.hnorm = RMSNorm(H, eps, **where)
         self.projection = Linear(2 * H, H, **where)
-        self.layer = DecoderLayer(config, 0, **where)
+        self.layer = DecoderLayer(config, 0, config.moe, **where)
         self.norm = RMSNorm(H, eps, **where)
         self.requires_grad_(False)
 
@@ -79,7 +79,7 @@ class MTPModule(nn.Module):
             f"{names[part]}.weight": getattr(self, part).weight for part in ("enorm", "hnorm", "projection", "norm")
         }
         prefix = f"{names['layer']}." if names["layer"] else ""
-        return views | {prefix + name: view for name, view in layer_weight_views(self.layer).items()}
+        return views | {prefix + name: view for name, view in self.layer.weight_views().items()}
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,13 @@ class MTPWeights:
     """MTP modules in order of depth and the head that they share, ready to run.
 
     draft_ids: int64 [V'], the target's id of each row of the head; None: the rows are the target's vocabulary.
+    embedding: the modules' own; None: the target's.
     """
 
     modules: list[MTPModule]
     head: Linear
     draft_ids: torch.Tensor | None
+    embedding: nn.Embedding | None = None
 
 
 class NoMTPModule(ModelLoadError):
@@ -121,25 +123,28 @@ def load_mtp(
             draft_ids = _target_ids(tensor, target.config.vocab_size).to(device)
         for family, (pattern, _) in FAMILIES.items():
             match = re.match(pattern, name)
-            own = match and (family != "deepseek" or int(match[1]) >= num_layers)
-            if own and name[match.end() :] not in SHARED:
+            if match and (family != "deepseek" or int(match[1]) >= num_layers):
                 found.setdefault((family, int(match[1])), {})[name[match.end() :]] = tensor
     if not found:
-        wanted = f"model.layers.{num_layers}.eh_proj.weight"
-        raise NoMTPModule(f"the checkpoint holds no MTP module for this target (tensors such as {wanted})")
+        wanted, promised = f"model.layers.{num_layers}.eh_proj.weight", target.config.num_mtp
+        promise = f", though its config promises {promised}" if promised else ""
+        raise NoMTPModule(f"the checkpoint holds no MTP module for this target (tensors such as {wanted}){promise}")
     family = min(found)[0]
     first = num_layers if family == "deepseek" else 0
     if sorted(found) != [(family, first + k) for k in range(len(found))]:
         there = ", ".join(f"{name} {index}" for name, index in sorted(found))
         raise ModelLoadError(f"the MTP modules must be {family} {first} and those that follow it, found {there}")
+    embedding = _own(found, EMBEDDING, lambda: target.embedding.weight)
+    own_head = _own(found, HEAD, lambda: target.head.plain_weight)  # which may be a copy: only if it is needed
     modules = []
     for (family, index), parts in sorted(found.items()):
         module = MTPModule(target.config, hidden_first=family == "mimo", dtype=dtype, device=device)
         _fill(module, parts, FAMILIES[family][1], f"MTP module {index}")
         modules.append(module.eval())
     head, parts = target.head, nn.ModuleList(modules)
-    if draft_ids is not None or quantization:
-        rows = head.plain_weight if draft_ids is None else head.plain_weight[draft_ids]
+    if draft_ids is not None or quantization or own_head is not None:
+        rows = head.plain_weight if own_head is None else own_head
+        rows = rows if draft_ids is None else rows[draft_ids]
         head = Linear(rows.shape[1], rows.shape[0], dtype=dtype, device=device)
         head.weight.copy_(rows)
         parts.append(head)
@@ -148,7 +153,23 @@ def load_mtp(
     for part in parts.modules():
         if isinstance(part, Linear):
             part.pack()
-    return MTPWeights(modules, head, draft_ids)
+    return MTPWeights(modules, head, draft_ids, None if embedding is None else nn.Embedding.from_pretrained(embedding))
+
+
+def _own(
+    found: Mapping[object, dict[str, torch.Tensor]], name: str, of_target: Callable[[], torch.Tensor]
+) -> torch.Tensor | None:
+    """Take the matrix of that name out of all modules; it, if it is another one than the target's."""
+    copies = [parts.pop(name) for parts in found.values() if name in parts]
+    if not copies:
+        return None
+    targets = of_target()
+    for copy in copies:
+        if copy.shape != targets.shape:
+            shapes = f"{list(copy.shape)}, the target's {list(targets.shape)}"
+            raise ModelLoadError(f"an MTP module's {name} has the shape {shapes}")
+    own = [copy for copy in (copy.to(targets) for copy in copies) if not torch.equal(copy, targets)]
+    return own[0] if own else None
 
 
 def save_mtp(

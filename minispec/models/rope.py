@@ -38,6 +38,15 @@ def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, f
     return frequencies, 1.0
 
 
+def softmax_factor(rope: RopeConfig) -> float:
+    """What DeepSeek multiplies the softmax scale with: stretched by YaRN, its whole heads are sharpened, turned or not.
+
+    The published code of DeepSeek-V2 and V3 squares the factor, because it means the queries and the keys.
+    """
+    weight = rope.parameters.get("mscale_all_dim")
+    return _mscale(rope.parameters["factor"], weight) ** 2 if rope.kind == "yarn" and weight else 1.0
+
+
 def rotary_tables(frequencies: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 (cos, sin), each [N, 1, D], for `rotate`; the first half of sin carries its minus sign."""
     angles = (positions.float()[:, None] * frequencies)[:, None]  # [N, 1, D/2]
@@ -75,10 +84,11 @@ def _yarn(frequencies: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[t
     pairs = torch.arange(head_dim // 2, device="cpu").float()
     keep = 1 - ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
 
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     sharpen = get("attention_factor")
     if sharpen is None and get("mscale") and get("mscale_all_dim"):
-        sharpen = mscale(get("mscale")) / mscale(get("mscale_all_dim"))
-    return frequencies * (keep + (1 - keep) / factor), mscale(1.0) if sharpen is None else float(sharpen)
+        sharpen = _mscale(factor, get("mscale")) / _mscale(factor, get("mscale_all_dim"))
+    return frequencies * (keep + (1 - keep) / factor), _mscale(factor, 1.0) if sharpen is None else float(sharpen)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from minispec.device import choose_device, choose_dtype
 from minispec.kv.pool import KVPool
 from minispec.models.config import ModelLoadError
 from minispec.models.embedded import EMBEDDED_MODEL, embedded_path
-from minispec.models.loading import LoadedModel, load_model, read_safetensors, read_tensors
+from minispec.models.loading import ASSETS, LoadedModel, load_model, read_safetensors, read_tensors
 from minispec.models.mtp import NoMTPModule, load_mtp
 from minispec.runner import ModelRunner
 from minispec.speculative.drafter import Drafter
@@ -31,7 +30,7 @@ from minispec.speculative.ngram import NgramDrafter
 log = logging.getLogger(__name__)
 
 BUILT_IN = ("auto", "ngram", "mtp", "early-exit")
-EMBEDDED_HEAD = Path(str(resources.files("minispec"))) / "assets" / f"{EMBEDDED_MODEL}-mtp.safetensors"
+EMBEDDED_HEAD = ASSETS / f"{EMBEDDED_MODEL}-mtp.safetensors"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ Taught in notebooks 10 (the MTP head) and 12 (speculation inside the engine).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,6 @@ from minispec.core import UNKNOWN, Request, StepLayout
 from minispec.device import upload
 from minispec.graphs import Program
 from minispec.kv.pool import KVPool
-from minispec.models.config import ModelConfig
 from minispec.models.llama import CausalLM
 from minispec.models.mtp import MTPWeights
 from minispec.runner import ModelRunner, Segment, Tenant, pack
@@ -254,9 +252,11 @@ class MTPDrafter(ModelDrafter):
         assert runner.hidden is not None, "MTP reads the hidden pool: the runner must keep it"
         self.modules, self.head, self.draft_ids = weights.modules, weights.head, weights.draft_ids
         self.target, self.chain = runner.model, len(self.modules)
+        self.embedding = weights.embedding or self.target.embedding
         config, size = self.target.config, self.modules[0].projection.itemsize
         vocab_size = config.vocab_size if self.draft_ids is None else len(self.draft_ids)
-        self.weight_bytes = _bytes_of_layers(config, 1, size, vocab_size) + 2 * config.hidden_size**2 * size
+        module = range(config.num_layers, config.num_layers + 1)
+        self.weight_bytes = (config.num_parameters_read(module, vocab_size) + 2 * config.hidden_size**2) * size
         self.deeper_bytes = (self.chain - 1) * (self.weight_bytes - vocab_size * config.hidden_size * size)
         self.hidden = [runner.hidden, *(torch.zeros_like(runner.hidden) for _ in self.modules)]  # by module, 0..M
         where = {"dtype": dtype, "device": self.device, "attention": runner.attention}
@@ -290,7 +290,7 @@ class MTPDrafter(ModelDrafter):
     ) -> torch.Tensor:
         token_ids, positions, slots, before = columns
         cos, sin = self.target.rotary(positions)
-        embedded, read = self.target.embedding(token_ids), self.hidden[source].index_select(0, before)
+        embedded, read = self.embedding(token_ids), self.hidden[source].index_select(0, before)
         hidden = self.modules[k - 1](embedded, read, cos, sin, self.tenants[k - 1].attend(plan))  # [N, H]
         self.hidden[k].index_copy_(0, slots, hidden)
         read = hidden if wanted is None else hidden.index_select(0, wanted)
@@ -309,7 +309,7 @@ class StandaloneDrafter(ModelDrafter):
         super().__init__(runner, pool, **choice)
         config, norm = model.config, model.norm.weight
         self.max_len, self.device = config.context_length, norm.device
-        self.weight_bytes = config.num_parameters_read * model.head.itemsize
+        self.weight_bytes = config.num_parameters_read() * model.head.itemsize
         self.tenant = Tenant(
             config, config.num_layers, pool.num_slots, dtype=norm.dtype, device=norm.device, attention=self.attention
         )
@@ -327,7 +327,7 @@ class EarlyExitDrafter(ModelDrafter):
     def __init__(self, num_layers: int, runner: ModelRunner, pool: KVPool, **choice: Any) -> None:
         super().__init__(runner, pool, **choice)
         config = runner.model.config
-        self.weight_bytes = _bytes_of_layers(config, num_layers, runner.model.head.itemsize, config.vocab_size)
+        self.weight_bytes = config.num_parameters_read(range(num_layers)) * runner.model.head.itemsize
         self.program = _causal_program(runner.model, runner.tenant, num_layers)
 
     def cursor(self, request: Request) -> int:
@@ -344,8 +344,3 @@ def _causal_program(model: CausalLM, tenant: Tenant, num_layers: int | None = No
         return model.logits(hidden if wanted is None else hidden.index_select(0, wanted))
 
     return Program(body, tenant, last_only=True)
-
-
-def _bytes_of_layers(config: ModelConfig, num_layers: int, itemsize: int, vocab_size: int) -> int:
-    """Bytes of some layers, the final norm and the head."""
-    return replace(config, num_layers=num_layers, vocab_size=vocab_size).num_parameters_read * itemsize
