@@ -50,14 +50,14 @@ EVIDENCE = 8  # verifications before a request can fall back
 PAUSE = 32  # steps without drafts after rejections, or after a first fall-back; each later one lasts twice as long
 LONGEST_PAUSE = 1024
 PROBE = 32  # steps without a gain after which drafting is tried; the next time it takes twice as many
-BASELINE = 32  # steps with drafts after which one may go without, if the plain step of this batch is not measured
-EXPLORE = 16  # steps with drafts after which one has a draft more for each; verifications of a request after which it
+BASELINE = 128  # steps with drafts after which one may go without, if the plain step of this batch is not measured
+EXPLORE = 64  # steps with drafts after which one has a draft more for each; verifications of a request after which it
 # tries the drafter that it does not use
+TRIED = 2  # requests that try more drafts at the same time
 SWITCH_ON, SWITCH_OFF = 1.03, 0.99  # gain over plain decoding that starts drafting, or lets it go on
 BATCH_CALM = 16  # steps in a row that the batch must be small again before drafting goes on
 FIRST_GUESS, PRIOR_WEIGHT = 0.7, 4  # chance of a draft before any was judged, and the verifications it counts like
-BONUS = 1.0
-TRIED = 2
+BONUS = 0.5  # standard errors by which a chance is taken to be better than it was found, so that it is tried again
 KIND_WINDOW = 64  # verifications of all requests, for each drafter and kind of text
 KIND_WEIGHT = 16  # verifications that a request must have had before they count as much as those of its kind of text
 
