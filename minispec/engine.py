@@ -392,7 +392,7 @@ class Engine:
                 if count:
                     emitted.append(self._report(row, outcome, count))
                 ended = request.finished or request in self._abort_later  # by the tokens before the one that failed
-                if outcome.failed and request.ending == "error" and not ended:
+                if outcome.failed and not ended:
                     request.error = request.error or NO_TOKEN
                     self._finish(request, "error")
             self.metrics.output_tokens += sum(emitted)

@@ -1,4 +1,4 @@
-"""Overlap changes nothing but the time: every drafter in every mode, with overlap and without.
+"""Overlap changes nothing but the time: every drafter in modes drawn from all of them, with overlap and without.
 
 Ids, finish reasons and cached-token counts of both loops are compared with each other, and the ids with plain decoding
 in the simplest mode. Where slots are short, what was evicted by the time of an admission depends on the moment, and
@@ -8,6 +8,7 @@ on what was drafted.
 
 from __future__ import annotations
 
+import random
 from itertools import product
 
 import pytest
@@ -22,8 +23,8 @@ from minispec.speculative.controller import Controller
 from minispec.speculative.ngram import NgramDrafter
 
 # page size, radix cache, chunk, slots, requests at a time
-MODES = list(product((1, 4, 16), (True, False), (3, None), (128, 1024), (2, 6)))
-SIMPLEST = (16, False, None, 1024, 6)
+MODES = list(product((1, 4, 16), (True, False), (3, None), (80, 1024), (2, 6)))
+SIMPLEST = (16, True, None, 1024, 6)
 TAG_DRAFTERS = ("none", "ngram", "scripted", "scripted+ngram")
 MODEL_DRAFTERS = ("mtp", "chain", "mtp+ngram", "itself", "standalone", "early-exit")
 
@@ -59,10 +60,10 @@ def options_of(mode, overlap: bool) -> dict:
 Results = list[tuple[list[int], str, int]]
 
 
-def twice(engine: Engine, vocab_size: int) -> Results:
-    """(ids, finish reason, cached tokens) of all requests, then of the same ones with a warm cache."""
+def results_of(engine: Engine, vocab_size: int) -> Results:
+    """(ids, finish reason, cached tokens) of all requests, then of the same ones with a warm cache if there is one."""
     requests: list[Request] = []
-    for _ in range(2):
+    for _ in range(1 + engine.config.enable_radix_cache):
         for prompt, params in zip(*requests_for(vocab_size), strict=True):
             requests += engine.add(prompt, params)
         finish(engine)
@@ -72,13 +73,12 @@ def twice(engine: Engine, vocab_size: int) -> Results:
 
 
 def assert_same(normal: Results, overlapping: Results, expected: Results, mode) -> None:
-    assert [result[:2] for result in normal] == [result[:2] for result in expected], mode
-    assert [result[:2] for result in overlapping] == [result[:2] for result in expected], mode
+    for results in (normal, overlapping):
+        assert [result[:2] for result in results] == [result[:2] for result in expected[: len(results)]], mode
+        lengths = [len(prompt) for prompt in requests_for(12)[0]] * 2
+        assert all(0 <= cached < length for (*_, cached), length in zip(results, lengths, strict=False)), mode
     if mode[3] == 1024:
         assert overlapping == normal, mode
-    lengths = [len(prompt) for prompt in requests_for(12)[0]] * 2
-    for results in (normal, overlapping):
-        assert all(0 <= cached < length for (*_, cached), length in zip(results, lengths, strict=True)), mode
 
 
 def of_tag_model(drafter: str, mode, overlap: bool) -> tuple[Results, Engine]:
@@ -98,16 +98,16 @@ def of_tag_model(drafter: str, mode, overlap: bool) -> tuple[Results, Engine]:
     if len(drafters) == 2:
         config = engine.config.speculative_config
         engine.controller, engine.drafters = Controller(config, drafters, 12, engine.metrics), drafters
-    results = twice(engine, 12)
+    results = results_of(engine, 12)
     assert (engine.metrics.speculation.drafted > 0) == bool(drafters)
     return results, engine
 
 
 @pytest.mark.parametrize("drafter", TAG_DRAFTERS)
-def test_the_tag_model_in_every_mode(drafter):
+def test_the_tag_model(drafter):
     expected, preempted = of_tag_model("none", SIMPLEST, False)[0], 0
     assert {reason for _, reason, _ in expected} == {"stop", "length"}
-    for mode in MODES:
+    for mode in random.Random(drafter).sample(MODES, 24):
         (normal, _), (overlapping, engine) = (of_tag_model(drafter, mode, overlap) for overlap in (False, True))
         assert_same(normal, overlapping, expected, mode)
         assert any(cached for *_, cached in normal) == mode[1], mode
@@ -132,17 +132,15 @@ def of_tiny_model(tiny, speculative, mode, overlap: bool) -> Results:  # noqa: F
         **options_of(mode, overlap),
     )
     with llm:
-        results = twice(llm.engine, llm.model_config.vocab_size)
+        results = results_of(llm.engine, llm.model_config.vocab_size)
         assert (llm.metrics().speculation.drafted > 0) == (speculative.get("candidate_length") != 0)
     return results
 
 
-@pytest.mark.parametrize("place,drafter", enumerate(MODEL_DRAFTERS))
-def test_drafters_with_a_model(tiny, draft_folder, place, drafter):  # noqa: F811
-    """Each drafter meets every sixth mode, and all together meet all."""
+@pytest.mark.parametrize("drafter", MODEL_DRAFTERS)
+def test_drafters_with_a_model(tiny, draft_folder, drafter):  # noqa: F811
     speculative = {"draft_model": str(draft_folder)} if drafter == "standalone" else config_for(drafter, tiny)
     expected = of_tiny_model(tiny, {"candidate_length": 0}, SIMPLEST, False)
-    for number, mode in enumerate(MODES):
-        if (number + number // len(MODEL_DRAFTERS)) % len(MODEL_DRAFTERS) == place:
-            normal, overlapping = (of_tiny_model(tiny, speculative, mode, overlap) for overlap in (False, True))
-            assert_same(normal, overlapping, expected, mode)
+    for mode in random.Random(drafter).sample(MODES, 5):
+        normal, overlapping = (of_tiny_model(tiny, speculative, mode, overlap) for overlap in (False, True))
+        assert_same(normal, overlapping, expected, mode)
