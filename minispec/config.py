@@ -139,7 +139,9 @@ class SpeculativeConfig:
     module in the target's checkpoint or in `draft_head`; "early-exit" is the target's first layers; anything else is a
     model with the target's tokenizer, named as for LLM. [x, "ngram"]: per request and step one of both, see adaptive.
     "auto": [mtp, ngram] where the target has an MTP module, else ngram.
-    candidate_length: K, most draft tokens per request and step.
+    candidate_length: K, most draft tokens in a row, per request and step.
+    topk: draft tokens that may follow each token. 1: drafts are chains. More: trees, of at most num_draft_tokens tokens
+    (K * topk, unless given), the likeliest of all that were drafted. n-gram: so many earlier continuations.
     adaptive: choose the drafter and the number of drafts (from 0 up) by what they have gained and cost of late. False:
     always candidate_length where it fits, and the n-gram's copy where it has one.
     draft_sampling: draw drafts from q at the request's own parameters ("probabilistic") or take the likeliest
@@ -170,6 +172,8 @@ class SpeculativeConfig:
 
     draft_model: str | Sequence[str] = "ngram"
     candidate_length: int = 4
+    topk: int = 1
+    num_draft_tokens: int | None = None
     draft_sampling: str = "probabilistic"
     draft_head: str | None = None
     early_exit_layers: int | None = None
@@ -200,6 +204,12 @@ class SpeculativeConfig:
         if len(names) == 2 and "auto" in names:
             raise ConfigError(f"draft_model 'auto' stands alone; got {self.draft_model!r}")
         check_number("candidate_length", self.candidate_length, 0, MAX_CANDIDATE_LENGTH, integer=True)
+        check_number("topk", self.topk, 1, MAX_CANDIDATE_LENGTH, integer=True)
+        if self.num_draft_tokens is not None:
+            if self.topk == 1:
+                raise ConfigError(f"num_draft_tokens {self.num_draft_tokens} is for trees, and topk is 1")
+            least = self.candidate_length
+            check_number("num_draft_tokens", self.num_draft_tokens, least, MAX_CANDIDATE_LENGTH, integer=True)
         check_choice("draft_sampling", self.draft_sampling, ("probabilistic", "greedy"))
         for name in ("draft_head", "draft_device"):
             value = getattr(self, name)
@@ -243,6 +253,11 @@ class SpeculativeConfig:
             check_number("target_acceptance low", band[0], 0, 1)
             check_number("target_acceptance high", band[1], band[0], 1)
             object.__setattr__(self, "target_acceptance", tuple(band))
+
+    @property
+    def most_drafts(self) -> int:
+        """Draft tokens of a request in one step, at most."""
+        return self.num_draft_tokens or min(self.candidate_length * self.topk, MAX_CANDIDATE_LENGTH)
 
     @property
     def drafters(self) -> tuple[str, ...]:

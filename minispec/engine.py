@@ -31,7 +31,7 @@ from minispec.intake import Intake
 from minispec.interrupts import hold_interrupts
 from minispec.kv.pool import KVPool
 from minispec.metrics import EngineMetrics, MetricsRow
-from minispec.runner import Runner
+from minispec.runner import Runner, keep_paths
 from minispec.sampling.distribution import needs_processing
 from minispec.sampling.sampler import Judged, Outcome, judge, outcomes
 from minispec.scheduler import Scheduler
@@ -266,9 +266,8 @@ class Engine:
         if not step.rows or drafting:
             return False
         places = {row.request: place for place, row in enumerate(before.step.sampled)}
-        for row in step.rows:
-            if row.request in places and needs_processing(row.request.params):  # its history must be known
-                return False
+        if any(row.request in places and needs_processing(row.request.params) for row in step.rows):
+            return False  # its history must be known
         for row in step.rows:
             row.carried = places.get(row.request)
             row.max_drafts = 0
@@ -305,7 +304,9 @@ class Engine:
             with watch("forward"):
                 logits = self.runner.forward(step, self.pool.table.slots)
             with watch("verify"):
-                return judge(logits, step.sampled, self.verification) if step.sampled else None
+                judged = judge(logits, step.sampled, self.verification) if step.sampled else None
+                keep_paths(self.runner, self.pool, step.sampled, judged)
+                return judged
 
         return self.account.launch(step, job)
 
@@ -349,7 +350,8 @@ class Engine:
             request.error = "no token can be chosen: the logits are not finite, or every token is forbidden"
             request.ending = "error"
             return 0
-        for place, (token, kind) in enumerate(zip(outcome.tokens, row.kinds(outcome.accepted), strict=True)):
+        self.pool.repoint(row, outcome.path)
+        for place, (token, kind) in enumerate(zip(outcome.tokens, row.kinds(outcome.path), strict=True)):
             request.tokens.append(token)
             request.kinds.append(kind)
             if outcome.logprobs:
@@ -396,8 +398,7 @@ class Engine:
                 elif count:
                     emitted.append(self._report(row, outcome, count))
             self.metrics.output_tokens += sum(emitted)
-            if emitted:
-                self.metrics.forwards_saved += sum(emitted) / len(emitted) - 1
+            self.metrics.forwards_saved += sum(emitted) / len(emitted) - 1 if emitted else 0
         if self.controller and self._launched is None:
             self.controller.settle()
 
@@ -424,8 +425,8 @@ class Engine:
         if emitted < count:
             request.end = first + emitted
         if row.drafts:
-            self.account.count_drafts(row, outcome.accepted, emitted, self.pool.slots(request))
-            self.controller.record(row, outcome.accepted, emitted, broken=outcome.broken)
+            self.account.count_drafts(row, outcome.path, emitted, self.pool.slots(request))
+            self.controller.record(row, outcome.path, emitted, broken=outcome.broken)
         if reason is not None:
             self._finish(request, reason, event)
         return emitted

@@ -1,8 +1,8 @@
 """From the logits of a step to the tokens of each row: the one place where sampling and verification meet.
 
-A row with n drafts has 1 + n logits rows. Position j's target distribution is what the ordinary sampler would use
-there, with the row's first j drafts appended to the history; plain decoding is the case n = 0. So no sampling
-parameter can mean something else under speculation.
+A row with n drafts has 1 + n logits rows. The target distribution of each is what the ordinary sampler would use
+there, with the drafts that lead there appended to the history (in a chain, the first j at row j); plain decoding is the
+case n = 0. So no sampling parameter can mean something else under speculation.
 
 Knows: how to line up requests, histories, random numbers and logits rows. Does not know: how drafts were made, what
 happens to the tokens afterwards. Taught in notebook 11 (lossless).
@@ -27,19 +27,20 @@ from minispec.sampling.distribution import (
     sample,
     token_logprobs,
 )
-from minispec.sampling.rejection import is_distribution, verify, verify_ids
+from minispec.sampling.rejection import Verdict, is_distribution, verify, verify_ids
 from minispec.sampling.rng import Purpose, uniforms
+from minispec.sampling.trees import Trees, match_trees, verify_trees
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one row brought: `accepted` drafts kept, then one token of the target's own.
+    """What one row brought: the drafts of `path` (their numbers, in order), then one token of the target's own.
 
     `failed` means that a row defines no distribution (not finite, or every token forbidden): the request must end.
     `broken` means that the draft that was dropped came with a q that is no distribution.
     """
 
-    accepted: int
+    path: list[int]
     tokens: list[int]
     logprobs: list[TokenLogprob]
     failed: bool = False
@@ -49,7 +50,7 @@ class Outcome:
 class Judged(NamedTuple):
     """What was decided about the rows of a step, B rows and R logits rows, on the logits' device."""
 
-    accepted: torch.Tensor  # int64 [B]
+    last: torch.Tensor  # int64 [B] the last logits row that counts; in a chain, the number of drafts kept
     next_ids: torch.Tensor  # int64 [B]
     bad: torch.Tensor  # bool [R], no distribution
     broken: torch.Tensor  # bool [B]
@@ -62,29 +63,37 @@ def judge(logits: torch.Tensor, rows: Sequence[Row], verification: str = "reject
 
     logits: [R, V] float32, the rows' positions in order (1 + number of drafts each). verification: see
     `SpeculativeConfig`. With "match" every position is sampled with the random number that plain decoding uses there,
-    so a seeded request gets the tokens that it gets without speculation.
+    so a seeded request gets the tokens that it gets without speculation. In a tree whose drafts were chosen without
+    chance "rejection" is the same: to reject them one after the other is to ask whether a sample of p is among them.
     """
     device = logits.device
     row_start, num_drafts = _places(rows)
     drafts = torch.tensor([t for row in rows for t in (*row.drafts, -1)], device=device)  # [R]; -1: bonus row
     starts, counts = torch.as_tensor(row_start, device=device), torch.as_tensor(num_drafts, device=device)
+    trees = Trees.of([row.lineage for row in rows], device) if any(row.parents for row in rows) else None
 
     processed, q = process_logits(logits, _histories(rows)), None
     if all(row.request.params.greedy for row in rows):
-        verdict = verify_ids(processed.argmax(dim=-1), drafts, starts, counts)
+        verdict = _match(processed.argmax(dim=-1), drafts, starts, counts, trees)
     else:
         p = probabilities(processed, [row.request.params for row in rows for _ in range(row.num_logits)])  # [R, V]
-        u_accept, u_sample = (torch.as_tensor(_uniforms(rows, purpose), device=device) for purpose in _VERIFY_PURPOSES)
-        if verification == "match":
-            verdict = verify_ids(sample(p, u_sample), drafts, starts, counts)
-        else:
+        u_accept, u_sample = (torch.as_tensor(u, device=device) for u in _uniforms(rows, row_start, trees))
+        if verification != "match":
             q = _draft_distributions(rows, drafts, p)
+        if verification == "match" or (trees and q is None):
+            verdict = _match(sample(p, u_sample), drafts, starts, counts, trees)
+        elif trees:
+            verdict = verify_trees(p, q, drafts, trees, u_accept, u_sample)
+        else:
             verdict = verify(p, q, drafts, starts, counts, u_accept, u_sample)
 
     stops = starts + verdict.accepted
-    broken = torch.zeros_like(stops, dtype=torch.bool) if q is None else ~is_distribution(q[stops])
-    broken &= stops < starts + counts  # a bonus row has no draft
-    chosen = drafts.clamp(min=0).index_copy(0, stops, verdict.next_ids)  # [R] the token that each row ends up with
+    dropped = trees.first_child[stops] if trees else torch.where(stops < starts + counts, stops, -1)  # [B] its row
+    broken = torch.zeros_like(stops, dtype=torch.bool) if q is None else (dropped >= 0) & ~is_distribution(q[dropped])
+    if trees:
+        chosen = trees.chosen(drafts, stops, verdict.next_ids)
+    else:
+        chosen = drafts.clamp(min=0).index_copy(0, stops, verdict.next_ids)  # [R] the token that each row ends up with
     logprobs = [
         token_logprobs(logits[start : start + row.num_logits], chosen[start : start + row.num_logits], top)
         for row, start in zip(rows, row_start, strict=True)
@@ -96,15 +105,22 @@ def judge(logits: torch.Tensor, rows: Sequence[Row], verification: str = "reject
 def outcomes(judged: Judged, rows: Sequence[Row]) -> list[Outcome]:
     """What was decided, as plain numbers. Waits for the device if `judged` is there."""
     row_start, _ = _places(rows)
-    accepted, next_ids, bad, broken = (column.tolist() for column in judged[:4])
+    last, next_ids, bad, broken = (column.tolist() for column in judged[:4])
     logprobs, result = iter(judged.logprobs), []
     for b, row in enumerate(rows):
-        tokens = [*row.drafts[: accepted[b]], next_ids[b]]
-        failed = any(bad[row_start[b] : row_start[b] + len(tokens)])
-        wanted = row.request.params.logprobs is not None
-        of_tokens = _logprobs(*next(logprobs))[: len(tokens)] if wanted else []
-        result.append(Outcome(accepted[b], tokens, of_tokens, failed, broken[b]))
+        path = row.path(last[b] - 1)
+        places = [0, *(1 + draft for draft in path)]  # of the logits rows that chose these tokens
+        tokens = [*(row.drafts[draft] for draft in path), next_ids[b]]
+        failed = any(bad[row_start[b] + place] for place in places)
+        of_row = _logprobs(*next(logprobs)) if row.request.params.logprobs is not None else []
+        result.append(Outcome(path, tokens, [of_row[place] for place in places if of_row], failed, broken[b]))
     return result
+
+
+def _match(
+    target_ids: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor, trees: Trees | None
+) -> Verdict:
+    return match_trees(target_ids, drafts, trees) if trees else verify_ids(target_ids, drafts, starts, counts)
 
 
 def _places(rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
@@ -126,9 +142,6 @@ def _draft_distributions(rows: Sequence[Row], drafts: torch.Tensor, p: torch.Ten
     return q
 
 
-_VERIFY_PURPOSES = (Purpose.ACCEPT, Purpose.SAMPLE)
-
-
 def _histories(rows: Sequence[Row]) -> list[LogitRow | None]:
     """One entry per logits row; None where the parameters leave the logits alone."""
     histories: list[LogitRow | None] = []
@@ -138,16 +151,25 @@ def _histories(rows: Sequence[Row]) -> list[LogitRow | None]:
             histories += [None] * row.num_logits
             continue
         for j in range(row.num_logits):
-            output = request.output + row.drafts[:j]
+            output = request.output + [row.drafts[draft] for draft in row.path(j - 1)]
             histories.append(LogitRow(request.params, request.prompt, output, request.stop_ids))
     return histories
 
 
-def _uniforms(rows: Sequence[Row], purpose: Purpose) -> np.ndarray:
-    """[R] random numbers, keyed by the request's seed and the position of the token being chosen."""
-    seeds = np.array([row.request.seed for row in rows for _ in range(row.num_logits)], dtype=np.uint64)
-    positions = np.array([row.end + j for row in rows for j in range(row.num_logits)])
-    return uniforms(seeds, positions, purpose)
+def _uniforms(rows: Sequence[Row], row_start: np.ndarray, trees: Trees | None) -> tuple[np.ndarray, np.ndarray]:
+    """[R], [R] random numbers to keep the draft of each row and to choose what follows it.
+
+    Keyed by the request's seed and the position of the token being chosen, and siblings of a tree by their rank.
+    """
+    counts = np.array([row.num_logits for row in rows])
+    seeds = np.repeat(np.array([row.request.seed for row in rows], dtype=np.uint64), counts)
+    ends = np.repeat(np.array([row.end for row in rows]), counts)
+    if trees is None:
+        positions = ends + np.arange(len(ends)) - np.repeat(row_start, counts)
+        return uniforms(seeds, positions, Purpose.ACCEPT), uniforms(seeds, positions, Purpose.SAMPLE)
+    positions = ends + trees.depths
+    before = np.append(positions[1:] - 1, positions[-1])  # where the draft of each row lies, one before what follows it
+    return uniforms(seeds, before, Purpose.ACCEPT, trees.ranks), uniforms(seeds, positions, Purpose.SAMPLE)
 
 
 def _logprobs(chosen: torch.Tensor, top_ids: torch.Tensor, top_values: torch.Tensor) -> list[TokenLogprob]:

@@ -50,7 +50,7 @@ def build_drafters(
     drafters: list[Drafter] = []
     for name in ("mtp", "ngram") if config.draft_model == "auto" else config.drafters:
         if name == "ngram":
-            drafters.append(NgramDrafter(config.ngram_max, config.ngram_min))
+            drafters.append(NgramDrafter(config.ngram_max, config.ngram_min, config.topk, config.candidate_length))
             continue
         try:
             drafters.append(_model_drafter(name, config, loaded, runner, pool, dtype))
@@ -68,6 +68,8 @@ def _model_drafter(
     choice = {
         "sampled": config.draft_sampling == "probabilistic",
         "least_confidence": config.draft_confidence_threshold,
+        "topk": config.topk,
+        "depth": config.candidate_length,
     }
     if name == "mtp":
         tensors = _mtp_tensors(config.draft_head, loaded)

@@ -114,7 +114,7 @@ class Controller:
     @property
     def most(self) -> int:
         """Draft tokens of a request in a step that there must be room for."""
-        return self.config.candidate_length if self.on else 0
+        return self.config.most_drafts if self.on else 0
 
     def choose(self, step: Step) -> None:
         """Cut `row.max_drafts` of the decoding rows to the drafts that they shall have, and say who drafts.
@@ -145,10 +145,10 @@ class Controller:
             lengths = self._by_gain(open_rows, caps, copies, budget, len(rows), other_rows)
         else:
             lengths = self._fixed(open_rows, caps, copies)
-        for row, length, (tokens, q) in zip(open_rows, lengths, copies, strict=True):
+        for row, length, (tokens, q, parents) in zip(open_rows, lengths, copies, strict=True):
             row.max_drafts = length
             if self.copier is not None and row.drafter == self.copier.name:
-                row.drafts, row.q = tokens[:length], q
+                row.drafts, row.q, row.parents = tokens[:length], q, parents and parents[:length]
 
     def _closed(self, batch: int) -> str:
         """Why nobody drafts in this step, or ""."""
@@ -193,17 +193,17 @@ class Controller:
     def _look_up(self, rows: Sequence[Row], caps: Sequence[int]) -> list[Draft]:
         """Copies cost nothing, so they are fetched before deciding; how long their match is says what text it is."""
         if self.copier is None:
-            return [([], None)] * len(rows)
+            return [([], None, None)] * len(rows)
         copies = self.copier.propose([row.request for row in rows], caps)
         self.copier.settle_faults()
-        for row, (tokens, _) in zip(rows, copies, strict=True):
+        for row, (tokens, *_) in zip(rows, copies, strict=True):
             row.kind = self.copier.drafter.match_length(row.request) if tokens else 0
         return copies
 
     def _fixed(self, rows: Sequence[Row], caps: Sequence[int], copies: Sequence[Draft]) -> list[int]:
         """Always as many as fit; a copy where there is one."""
         lengths = []
-        for row, cap, (copy, _) in zip(rows, caps, copies, strict=True):
+        for row, cap, (copy, *_) in zip(rows, caps, copies, strict=True):
             use_copy = bool(copy) or self.model is None or not self.model.on
             row.drafter = (self.copier if use_copy else self.model).name
             lengths.append(len(copy) if use_copy else cap)
@@ -217,7 +217,7 @@ class Controller:
         model_on, most = self.model is not None and self.model.on, max(caps)
         copied = np.zeros((len(rows), most))  # [rows, places] chance S that this draft is kept
         drawn = np.zeros((len(rows), most))
-        for b, (row, cap, (copy, _)) in enumerate(zip(rows, caps, copies, strict=True)):
+        for b, (row, cap, (copy, *_)) in enumerate(zip(rows, caps, copies, strict=True)):
             if copy:
                 copied[b, : len(copy)] = self._survival(row, self.copier.name, len(copy))
             if model_on:
@@ -300,8 +300,8 @@ class Controller:
         """Let the draft model fill `row.drafts` and `row.q` of its rows. May run beside the host's work."""
         rows = self._drawn(step)
         drafts = self.model.propose([row.request for row in rows], [row.max_drafts for row in rows]) if rows else []
-        for row, (tokens, q) in zip(rows, drafts, strict=True):
-            row.drafts, row.q = tokens, q
+        for row, draft in zip(rows, drafts, strict=True):
+            row.drafts, row.q, row.parents = draft
 
     def _drawn(self, step: Step) -> list[Row]:
         """Rows whose drafts come from the draft model."""
@@ -309,12 +309,14 @@ class Controller:
 
     # After the forward ---------------------------------------------------------------------------------------------
 
-    def record(self, row: Row, accepted: int, emitted: int, *, broken: bool) -> None:
-        """Learn from one verification. broken: its q was no distribution."""
-        state, drafted = self._state(row.request), len(row.drafts)
+    def record(self, row: Row, path: Sequence[int], emitted: int, *, broken: bool) -> None:
+        """Learn from one verification that kept the drafts of `path`. broken: its q was no distribution."""
+        state, drafted, accepted = self._state(row.request), len(row.drafts), len(path)
         if broken:
             self.guards[row.drafter].fault("q is no distribution", "its draft is dropped")
-        self.metrics.by_drafter.setdefault(row.drafter, SpeculationCounts()).record(drafted, accepted, emitted)
+        self.metrics.by_drafter.setdefault(row.drafter, SpeculationCounts()).record(
+            drafted, accepted, emitted, row.depth
+        )
         window = state.windows.setdefault(row.drafter, Acceptance(self.config.acceptance_window))
         window.record(drafted, accepted)
         self._kind_window(row.drafter, row.kind).record(drafted, accepted)
@@ -329,7 +331,7 @@ class Controller:
             low, high = config.target_acceptance
             move = (window.rate > high) - (window.rate < low)
             least = max(1, config.min_candidate_length)
-            state.longest = min(max(state.longest + move, least), config.candidate_length)
+            state.longest = min(max(state.longest + move, least), config.most_drafts)
         if len(window.recent) >= evidence and window.rate < config.fallback_threshold:
             state.fallbacks += 1
             self.metrics.fallbacks += 1
@@ -404,7 +406,7 @@ class Controller:
 
     def _state(self, request: Request) -> _State:
         if request not in self._states:
-            self._states[request] = _State(longest=self.config.candidate_length)
+            self._states[request] = _State(longest=self.config.most_drafts)
         return self._states[request]
 
     def _count(self, reason: str) -> None:

@@ -8,6 +8,9 @@ only, and whatever the radix tree finds is valid for the draft model as well. Th
     catch up              o o o              one ragged forward; its last output is draft 7
     extend                      ~ ~          rows of drafts 7 and 8 give drafts 8 and 9; not exact, overwritten later
 
+With topk > 1 the drafts are a tree (growing.py), and a forward extends a whole level of it. Of its draft rows nothing
+is kept, so they need not follow the accepted path when the target's do.
+
 One bit per slot says whether its draft row is exact; the cursor of a request is the length of its exact run. A prompt
 read in chunks, a prefix from the cache, a draft kept in part, a step without drafts, a preemption: all of them only
 leave the run shorter, and the next catch-up closes the gap.
@@ -26,15 +29,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from minispec.config import MAX_CANDIDATE_LENGTH
 from minispec.core import Request, StepLayout
 from minispec.kv.pool import KVPool
 from minispec.models.config import ModelConfig
 from minispec.models.llama import CausalLM
 from minispec.models.mtp import MTPWeights
 from minispec.runner import ModelRunner, Segment, Tenant, pack
-from minispec.sampling.distribution import LogitRow, needs_processing, probabilities, process_logits, sample
+from minispec.sampling.distribution import needs_processing, probabilities, process_logits, sample
 from minispec.sampling.rng import Purpose, uniforms
 from minispec.speculative.drafter import Proposal
+from minispec.speculative.growing import GrowingTree
 
 CATCH_UP_ROWS = 512  # most rows of one request in one catch-up forward; a long prompt takes several
 
@@ -44,7 +49,8 @@ class ModelDrafter(ABC):
 
     runner: the target's. pool: slots, table and exact bits. sampled: draw drafts from q at the request's own
     parameters when it samples; otherwise take the argmax and report a one-hot q. Both are exact. least_confidence: see
-    `SpeculativeConfig.draft_confidence_threshold`. Subclasses pass the last two on.
+    `SpeculativeConfig.draft_confidence_threshold`. topk: drafts that follow each token, a chain with 1, else a tree.
+    depth: most drafts in a row. Subclasses pass all but the first two on.
     """
 
     name: str
@@ -56,9 +62,22 @@ class ModelDrafter(ABC):
     draft_ids: torch.Tensor | None = None  # int64 [V'], the target's id of each logit; None: they are the same
 
     def __init__(
-        self, runner: ModelRunner, pool: KVPool, *, sampled: bool = True, least_confidence: float = 0.0
+        self,
+        runner: ModelRunner,
+        pool: KVPool,
+        *,
+        sampled: bool = True,
+        least_confidence: float = 0.0,
+        topk: int = 1,
+        depth: int = MAX_CANDIDATE_LENGTH,
     ) -> None:
-        self.pool, self.sampled, self.least_confidence = pool, sampled, least_confidence
+        self.pool, self.sampled, self.least_confidence, self.topk, self.depth = (
+            pool,
+            sampled,
+            least_confidence,
+            topk,
+            depth,
+        )
         self.vocab_size, self.num_text_tokens = runner.vocab_size, runner.num_text_tokens
         self.device = self.target_device = runner.device  # where drafts are computed, where they are verified
         self.forwards = self.bytes_read = 0
@@ -75,36 +94,27 @@ class ModelDrafter(ABC):
     def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
         """See `Drafter.propose`. Slots for the drafts must be reserved."""
         lengths = [self._clip(request, k) for request, k in zip(requests, candidate_lengths, strict=True)]
-        active = [b for b, k in enumerate(lengths) if k > 0]
-        drafts: list[list[int]] = [[] for _ in requests]
-        q_rows: list[list[torch.Tensor]] = [[] for _ in requests]
+        trees = [
+            GrowingTree(request, k, min(k, self.depth), self.topk) for request, k in zip(requests, lengths, strict=True)
+        ]
         depth = 0
-        while active:
-            drafting = [requests[b] for b in active]
+        while active := [tree for tree in trees if tree.level]:
+            drafting = [tree.request for tree in active]
             if depth == 0:
                 logits = self._catch_up(drafting)
             else:
-                new = depth if depth < self.chain else 1
-                starts = [len(request.tokens) + depth - new for request in drafting]
-                segments = [
-                    Segment(requests[b].table_row, start, drafts[b][-new:], 1)
-                    for b, start in zip(active, starts, strict=True)
-                ]
-                logits = self._run(drafting, segments, depth)
+                logits = self._run(drafting, [tree.segment(everything=depth < self.chain) for tree in active], depth)
+            nodes = [(tree, node) for tree in active for node in tree.level]  # in the order of the logits
             if self.least_confidence:
                 kept = self._confident(logits)
-                active, logits = [active[i] for i in kept], logits[kept]
-                drafting = [requests[b] for b in active]
-                if not active:
-                    break
-            tokens, q = self._choose(logits, drafting, [drafts[b] for b in active])
-            for i, b in enumerate(active):
-                drafts[b].append(tokens[i])
-                if q is not None and not requests[b].params.greedy:  # whose draft has no chance in it
-                    q_rows[b].append(q[i])
+                nodes, logits = [nodes[i] for i in kept], logits[kept]
+            if nodes:
+                self._choose(logits, nodes)
+            for tree in active:
+                tree.next_level()
             depth += 1
-            active = [b for b in active if lengths[b] > depth]
-        return Proposal(drafts, [torch.stack(rows) if rows else None for rows in q_rows])
+        drafts = [tree.best() for tree in trees]
+        return Proposal(*([draft[part] for draft in drafts] for part in range(3)))
 
     def release(self, request: Request) -> None:  # noqa: B027
         """Nothing is kept per request: exact bits belong to slots."""
@@ -117,8 +127,8 @@ class ModelDrafter(ABC):
         return self.shift + int(gap[0]) if len(gap) else max(last, self.shift)
 
     def _clip(self, request: Request, k: int) -> int:
-        """Drafts that the draft model has positions for; none before it has a first row."""
-        if len(request.tokens) <= self.shift:
+        """Drafts that the draft model has positions for; none before it has a first row, at each depth of a tree."""
+        if len(request.tokens) <= (self.shift if self.topk == 1 else self.chain):
             return 0
         return k if self.max_len is None else max(0, min(k, self.max_len - len(request.tokens) + 1))
 
@@ -178,32 +188,47 @@ class ModelDrafter(ABC):
         confidence = torch.exp(logits.amax(-1) - logits.logsumexp(-1))
         return torch.nonzero(~(confidence < self.least_confidence))[:, 0].tolist()  # NaN is for _choose to see
 
-    def _choose(
-        self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[list[int]]
-    ) -> tuple[list[int], torch.Tensor | None]:
-        """One token per request from logits [B, V']; q [B, V] if any was drawn by chance.
+    def _choose(self, logits: torch.Tensor, nodes: Sequence[tuple[GrowingTree, int]]) -> None:
+        """Give each node its children, from its row of logits [n, V'].
 
         Raises FloatingPointError when a row is not finite.
         """
         if not torch.isfinite(logits.amax(-1)).all():  # a NaN is the maximum of its row
             raise FloatingPointError("the draft model's logits are not finite")
-        rows = [
-            LogitRow(r.params, r.prompt, r.output + draft, r.stop_ids) if needs_processing(r.params) else None
-            for r, draft in zip(requests, drafts, strict=True)
-        ]
-        drawn = self.sampled and not all(r.params.greedy for r in requests)
-        if not drawn and not any(rows):  # the common case needs no row over the whole vocabulary
-            if self.draft_ids is not None:
-                return self.draft_ids[logits.argmax(-1)].tolist(), None
-            return logits[:, : self.num_text_tokens].argmax(-1).tolist(), None
-        logits = process_logits(self._to_target(logits).to(self.target_device), rows)
-        if not drawn:
-            return logits.argmax(-1).tolist(), None
-        q = probabilities(logits, [r.params for r in requests])
-        seeds = np.array([r.seed for r in requests], dtype=np.uint64)
-        positions = np.array([len(r.tokens) + len(draft) for r, draft in zip(requests, drafts, strict=True)])
-        u = torch.from_numpy(uniforms(seeds, positions, Purpose.DRAFT)).to(self.target_device)
-        return sample(q, u).tolist(), q
+        requests = [tree.request for tree, _ in nodes]
+        rows = [tree.logit_row(node) if needs_processing(tree.request.params) else None for tree, node in nodes]
+        drawn = [self.sampled and not request.params.greedy for request in requests]
+        if any(drawn) or any(rows):
+            logits = process_logits(self._to_target(logits).to(self.target_device), rows)
+            ids, chances = _likeliest(logits, self.topk)
+        else:  # the common case needs no row over the whole vocabulary
+            text = logits if self.draft_ids is not None else logits[:, : self.num_text_tokens]
+            ids, chances = _likeliest(text, self.topk)
+            ids = ids if self.draft_ids is None else self.draft_ids[ids]
+        qs: list[torch.Tensor] = []
+        if any(drawn):
+            q = probabilities(logits, [request.params for request in requests])
+            by_chance = torch.tensor(drawn).to(q.device)[:, None]
+            chances = torch.where(by_chance, q.topk(ids.shape[1]).values, chances)
+            columns = []
+            for rank in range(ids.shape[1]):  # without replacement: each time what was drawn is taken out
+                if rank:
+                    q = q.scatter(-1, columns[-1][:, None], 0.0)
+                    q = q / q.sum(-1, keepdim=True)
+                columns.append(sample(q, self._uniforms(nodes, rank)))
+                qs.append(q)
+            ids = torch.where(by_chance, torch.stack(columns, -1), ids)
+        for i, (tree, node) in enumerate(nodes):
+            for rank, (token, chance) in enumerate(zip(ids[i].tolist(), chances[i].tolist(), strict=True)):
+                if chance > 0:
+                    tree.add(node, token, chance, qs[rank][i] if drawn[i] else None)
+
+    def _uniforms(self, nodes: Sequence[tuple[GrowingTree, int]], rank: int) -> torch.Tensor:
+        """float64 [n] to draw the child of that rank with; no two drafts of a request share one."""
+        seeds = np.array([tree.request.seed for tree, _ in nodes], dtype=np.uint64)
+        positions = np.array([len(tree.request.tokens) + tree.depth for tree, _ in nodes])
+        branches = np.array([tree.level.index(node) * self.topk + rank for tree, node in nodes])
+        return torch.from_numpy(uniforms(seeds, positions, Purpose.DRAFT, branches)).to(self.target_device)
 
 
 class MTPDrafter(ModelDrafter):
@@ -244,7 +269,7 @@ class MTPDrafter(ModelDrafter):
         if not any(s.start + len(s.token_ids) > k for s in segments):
             return None  # too early in the sequence for a row
         layout, table = self._layout(segments, shift=k)
-        before = self.pool.table.slots[np.repeat(layout.table_rows, layout.q_lens), layout.positions + k - 1]
+        before = self.pool.table.slots[np.repeat(layout.table_rows, layout.q_lens), layout.before + k]
         read = self.hidden[source].index_select(0, self._tensor(before))
         embedded = self.target.embedding(self._tensor(layout.token_ids))
         cos, sin = self.target.rotary(self._tensor(layout.positions))
@@ -298,6 +323,15 @@ class EarlyExitDrafter(ModelDrafter):
         ids, positions = self._tensor(layout.token_ids), self._tensor(layout.positions)
         hidden = model.forward(ids, positions, attend, num_layers=self.num_layers)
         return model.logits(hidden.index_select(0, self._tensor(layout.logit_rows)))
+
+
+def _likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [n, V] -> the k likeliest ids [n, k] and their chances [n, k]; of one alone the chance does not matter."""
+    if k == 1:
+        ids = logits.argmax(-1, keepdim=True)
+        return ids, torch.ones(ids.shape, device=ids.device)
+    top = logits.topk(min(k, logits.shape[-1]))
+    return top.indices, (top.values - logits.logsumexp(-1, keepdim=True)).exp()
 
 
 def _bytes_of_layers(config: ModelConfig, num_layers: int, itemsize: int, vocab_size: int) -> int:
