@@ -143,7 +143,7 @@ class ModelDrafter(ABC):
                 chunk = request.tokens[start : start + CATCH_UP_ROWS]
                 segments.append(Segment(request.table_row, start, chunk, 0 if behind else 1))
             logits = self._run(behind or requests, segments, 0)
-            for row, start, chunk, _ in segments:
+            for row, start, chunk, *_ in segments:
                 self.pool.draft_exact[self.pool.table.slots[row, start : start + len(chunk)]] = True
             if not behind:
                 return logits
