@@ -136,9 +136,9 @@ class SpeculativeConfig:
     """How to speculate.
 
     draft_model: "ngram" copies what followed the last occurrence of the request's own last tokens; "mtp" is the MTP
-    module in the target's checkpoint or in `draft_head`; "early-exit" is the target's first layers; anything else is a
-    model with the target's tokenizer, named as for LLM. [x, "ngram"]: per request and step one of both, see adaptive.
-    "auto": [mtp, ngram] where the target has an MTP module, else ngram.
+    module in the target's checkpoint or in `draft_head`; "eagle" is the EAGLE head in `draft_head`; "early-exit" is the
+    target's first layers; anything else is a model with the target's tokenizer, named as for LLM. [x, "ngram"]: per
+    request and step one of both, see adaptive. "auto": [mtp, ngram] where the target has an MTP module, else ngram.
     candidate_length: K, most draft tokens in a row, per request and step.
     topk: draft tokens that may follow each token. 1: drafts are chains. More: trees, of at most num_draft_tokens tokens
     (K * topk, unless given), the likeliest of all that were drafted. n-gram: so many earlier continuations.
@@ -146,7 +146,8 @@ class SpeculativeConfig:
     always candidate_length where it fits, and the n-gram's copy where it has one.
     draft_sampling: draw drafts from q at the request's own parameters ("probabilistic") or take the likeliest
     ("greedy", q is one-hot). Both are exact; greedy requests are drafted greedily in any case.
-    draft_head: a safetensors file with an MTP module. early_exit_layers: how many of the target's layers draft.
+    draft_head: a safetensors file with an MTP module, or the folder or file of an EAGLE head.
+    early_exit_layers: how many of the target's layers draft.
     draft_device: where a draft model of its own computes ("cpu", "cuda:1"); None: with the target.
     draft_quantization: "int8" or "fp8" weights for the MTP module or the draft model, by torchao.
     verification: "rejection" keeps a draft with probability min(1, p/q); "match" samples the target at every position
@@ -215,15 +216,19 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ConfigError(f"{name} must be text that is not empty, got {value!r}")
-        if self.draft_head is not None and not {"mtp", "auto"} & set(names):
-            raise ConfigError(f"draft_head {self.draft_head!r} is only read when draft_model is 'mtp'")
-        own_model = any(name not in ("ngram", "mtp", "early-exit", "auto") for name in names)
+        if self.draft_head is not None and not {"mtp", "eagle", "auto"} & set(names):
+            raise ConfigError(f"draft_head {self.draft_head!r} is only read when draft_model is 'mtp' or 'eagle'")
+        if self.draft_head is None and "eagle" in names:
+            raise ConfigError("draft_model 'eagle' needs draft_head: the folder or file of the EAGLE head")
+        own_model = any(name not in ("ngram", "mtp", "eagle", "early-exit", "auto") for name in names)
         if self.draft_device is not None and not own_model:
             raise ConfigError(f"draft_device {self.draft_device!r} is for a draft model of its own, not for {names}")
         if self.draft_quantization is not None:
             check_choice("draft_quantization", self.draft_quantization, ("int8", "fp8"))
-            if not own_model and not {"mtp", "auto"} & set(names):
-                raise ConfigError(f"draft_quantization is for 'mtp' or a draft model of its own, not for {names}")
+            if not own_model and not {"mtp", "eagle", "auto"} & set(names):
+                raise ConfigError(
+                    f"draft_quantization is for 'mtp', 'eagle' or a draft model of its own, not for {names}"
+                )
         check_choice("verification", self.verification, ("rejection", "match"))
         if self.early_exit_layers is not None:
             check_number("early_exit_layers", self.early_exit_layers, 1, integer=True)

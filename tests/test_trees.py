@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_attention import SLOTS, random_table
 from test_drafters import config_for, greedy, hot, make, mtp_rows, tiny  # noqa: F401
-from test_lossless import COUNT, PROMPT, SMALLEST_P_VALUE, sample_and_compare
+from test_lossless import PROMPT, SMALLEST_P_VALUE, sample_and_compare
 from test_lossless import make as make_lossless
 from test_lossless import tiny as tiny_lossless  # noqa: F401
 from tools import (
@@ -273,9 +273,8 @@ def test_a_q_that_is_no_distribution_drops_its_draft_only():
 def test_two_levels_give_pairs_distributed_as_the_target_says(count):
     """Whole trees, drawn and judged: chi-square of the first two tokens, three siblings then two."""
     generator = torch.Generator().manual_seed(5)
-    p0, p1 = (
-        random_p(generator, *shape) * 0.7 + 0.1 for shape in ((3,), (3, 3))
-    )  # the target's: first token, and after each first token
+    # The target's distributions of the first token, and of the second after each first one; then the draft's.
+    p0, p1 = (random_p(generator, *shape) * 0.7 + 0.1 for shape in ((3,), (3, 3)))
     q0, q1 = random_p(generator, 3) * 0.8 + 0.2 / 3, random_p(generator, 3, 3) * 0.8 + 0.2 / 3
     u = lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
 
@@ -330,6 +329,9 @@ def test_a_chain_is_judged_like_a_chain():
 # The engine, on the tag model ----------------------------------------------------------------------------------------
 
 
+MODES = list(product((1, 4, 16), (True, False), (3, None), (True, False)))
+
+
 def tree_drafter(logits_of, luck: float = 0.6) -> TreeDrafter:
     return TreeDrafter(lambda tokens: int(np.argmax(logits_of(tokens))), 12, luck)
 
@@ -340,9 +342,7 @@ def tree_engine(logits_of, **options):
     return tag_engine(logits_of, **options)
 
 
-@pytest.mark.parametrize(
-    "page_size,radix,chunk,overlap", list(product((1, 4, 16), (True, False), (3, None), (True, False)))
-)
+@pytest.mark.parametrize("page_size,radix,chunk,overlap", MODES)
 def test_ids_are_the_references_and_every_slot_holds_its_position(page_size, radix, chunk, overlap):
     logits_of = markov()
     engine = tree_engine(
@@ -603,16 +603,22 @@ TREES = [("standalone", 2, 2, 5), ("standalone", 3, 3, 7), ("mtp", 2, 3, 6), ("m
     "verification,sampling", [("rejection", "probabilistic"), ("rejection", "greedy"), ("match", "probabilistic")]
 )
 def test_trees_leave_the_distribution_of_every_position_as_it_is(
-    tiny_lossless, kind, depth, topk, num, verification, sampling
-):  # noqa: F811
+    tiny_lossless,  # noqa: F811
+    kind,
+    depth,
+    topk,
+    num,
+    verification,
+    sampling,
+):
     llm = make_lossless(
         tiny_lossless, kind, depth, topk=topk, num_draft_tokens=num, verification=verification, draft_sampling=sampling
     )
     with llm:
-        values = sample_and_compare(llm, tiny_lossless[1], depth + 2, [SamplingParams(temperature=0.9)])
+        values = sample_and_compare(llm, tiny_lossless[1], num + 3, [SamplingParams(temperature=0.9)])
         assert min(values) > SMALLEST_P_VALUE, values
         counts = llm.engine.metrics.speculation
-        assert len(counts.drafted_at) == depth and counts.accepted_at[-1] > COUNT / 100
+        assert len(counts.drafted_at) == depth and sum(counts.accepted_at[1:]) > 20
         assert counts.drafted > 2 * counts.verify_rows
 
 
@@ -626,7 +632,11 @@ def test_control_a_tree_judged_by_the_whole_q_is_seen(tiny_lossless):  # noqa: F
         for q, parents in zip(proposal.q, proposal.parents, strict=True):
             eldest = {}
             qs.append(
-                q if q is None else torch.stack([eldest.setdefault(p, row) for p, row in zip(parents, q, strict=True)])
+                q
+                if q is None
+                else torch.stack(
+                    [eldest.setdefault(p, row) for p, row in zip(parents or range(-1, len(q) - 1), q, strict=True)]
+                )
             )
         return replace(proposal, q=qs)
 

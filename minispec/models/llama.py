@@ -102,15 +102,24 @@ class CausalLM(nn.Module):
         self.requires_grad_(False)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, *, num_layers: int | None = None
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        *,
+        num_layers: int | None = None,
+        inputs: dict[int, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """token_ids, positions [N] int64 -> hidden [N, H] after the final norm. Calls `attend` once per layer.
 
-        `num_layers` stops after the first layers and norms what there is (early exit).
+        `num_layers` stops after the first layers and norms what there is (early exit). `inputs` gets what each layer
+        reads, [N, H] before its norm, by the layer's number from 0.
         """
         x = self.embedding(token_ids)  # [N, H]
         cos, sin = self.rotary(positions)
         for layer in self.layers[:num_layers]:
+            if inputs is not None:
+                inputs[layer.index] = x
             x = layer(x, cos, sin, attend)
         return self.norm(x)
 
@@ -143,11 +152,12 @@ class CausalLM(nn.Module):
 def layer_weight_views(layer: DecoderLayer) -> dict[str, torch.Tensor]:
     """The same for one layer, with names relative to the layer."""
     views = {
-        "input_layernorm.weight": layer.attention_norm.weight,
         "self_attn.o_proj.weight": layer.output.weight,
         "post_attention_layernorm.weight": layer.mlp_norm.weight,
         "mlp.down_proj.weight": layer.down.weight,
     }
+    if isinstance(layer.attention_norm, RMSNorm):
+        views["input_layernorm.weight"] = layer.attention_norm.weight
     views["mlp.gate_proj.weight"], views["mlp.up_proj.weight"] = layer.gate_up.weight.chunk(2)
     sizes = [count * layer.head_dim for count in (layer.num_q, layer.num_kv, layer.num_kv)]
     for kind, fused in (("weight", layer.qkv.weight), ("bias", layer.qkv.bias)):

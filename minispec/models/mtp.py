@@ -19,7 +19,7 @@ Taught in notebook 10 (the MTP head).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,11 +87,17 @@ class MTPWeights:
     """MTP modules in order of depth and the head that they share, ready to run.
 
     draft_ids: int64 [V'], the target's id of each row of the head; None: the rows are the target's vocabulary.
+    config: sizes of the modules' layer. rotary: positions [N] -> cos, sin [N, 1, D]. numbers: in one module.
+    layers: of the target, whose inputs, side by side, are what the first module reads; none: its final hidden states.
     """
 
-    modules: list[MTPModule]
-    head: Linear
+    modules: list[nn.Module]
+    head: nn.Module
     draft_ids: torch.Tensor | None
+    config: ModelConfig
+    rotary: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    numbers: int
+    layers: tuple[int, ...] = ()
 
 
 class NoMTPModule(ModelLoadError):
@@ -118,7 +124,7 @@ def load_mtp(
     draft_ids, num_layers = None, target.config.num_layers
     for name, tensor in tensors:
         if name == "d2t":
-            draft_ids = _target_ids(tensor, target.config.vocab_size).to(device)
+            draft_ids = target_ids(tensor, target.config.vocab_size).to(device)
         for family, (pattern, _) in FAMILIES.items():
             match = re.match(pattern, name)
             own = match and (family != "deepseek" or int(match[1]) >= num_layers)
@@ -135,8 +141,9 @@ def load_mtp(
     modules = []
     for (family, index), parts in sorted(found.items()):
         module = MTPModule(target.config, hidden_first=family == "mimo", dtype=dtype, device=device)
-        _fill(module, parts, FAMILIES[family][1], f"MTP module {index}")
+        fill_module(module.weight_views(FAMILIES[family][1]), parts, f"MTP module {index}")
         modules.append(module.eval())
+    numbers = sum(parameter.numel() for parameter in modules[0].parameters())
     head, parts = target.head, nn.ModuleList(modules)
     if draft_ids is not None or quantization:
         rows = head.plain_weight if draft_ids is None else head.plain_weight[draft_ids]
@@ -148,7 +155,7 @@ def load_mtp(
     for part in parts.modules():
         if isinstance(part, Linear):
             part.pack()
-    return MTPWeights(modules, head, draft_ids)
+    return MTPWeights(modules, head, draft_ids, target.config, target.rotary, numbers)
 
 
 def save_mtp(
@@ -174,7 +181,8 @@ def save_mtp(
     Path(path).chmod(0o644)  # safetensors writes files that only their owner can read
 
 
-def _target_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def target_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """int64 [V'] from the differences in a file. Raises ModelLoadError unless they lead to different known ids."""
     if d2t.dim() != 1 or len(d2t) == 0 or d2t.dtype not in (torch.int16, torch.int32, torch.int64):
         raise ModelLoadError(f"d2t must be a list of whole numbers, got {d2t.dtype} {list(d2t.shape)}")
     ids = d2t.long() + torch.arange(len(d2t))
@@ -185,8 +193,8 @@ def _target_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return ids
 
 
-def _fill(module: MTPModule, parts: dict[str, torch.Tensor], names: Mapping[str, str], what: str) -> None:
-    views = module.weight_views(names)
+def fill_module(views: dict[str, torch.Tensor], parts: dict[str, torch.Tensor], what: str) -> None:
+    """Copy a head file's tensors into the parts of our parameters; raise ModelLoadError for one that does not fit."""
     for name, view in views.items():
         if name not in parts:
             raise ModelLoadError(f"{what}: tensor {name} is missing")

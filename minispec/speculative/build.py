@@ -19,23 +19,24 @@ from minispec.config import ConfigError, SpeculativeConfig
 from minispec.device import choose_device, choose_dtype
 from minispec.kv.pool import KVPool
 from minispec.models.config import ModelLoadError
+from minispec.models.eagle import load_eagle
 from minispec.models.embedded import EMBEDDED_MODEL, embedded_path
 from minispec.models.loading import LoadedModel, load_model, read_safetensors, read_tensors
 from minispec.models.mtp import NoMTPModule, load_mtp
 from minispec.runner import ModelRunner
 from minispec.speculative.drafter import Drafter
-from minispec.speculative.model import EarlyExitDrafter, MTPDrafter, StandaloneDrafter
+from minispec.speculative.model import EagleDrafter, EarlyExitDrafter, MTPDrafter, StandaloneDrafter
 from minispec.speculative.ngram import NgramDrafter
 
 log = logging.getLogger(__name__)
 
-BUILT_IN = ("auto", "ngram", "mtp", "early-exit")
+BUILT_IN = ("auto", "ngram", "mtp", "eagle", "early-exit")
 EMBEDDED_HEAD = Path(str(resources.files("minispec"))) / "assets" / f"{EMBEDDED_MODEL}-mtp.safetensors"
 
 
 def needs_hidden(config: SpeculativeConfig | None) -> bool:
     """True when the drafter reads the target's hidden states."""
-    return config is not None and config.candidate_length > 0 and bool({"mtp", "auto"} & set(config.drafters))
+    return config is not None and config.candidate_length > 0 and bool({"mtp", "eagle", "auto"} & set(config.drafters))
 
 
 def build_drafters(
@@ -71,9 +72,12 @@ def _model_drafter(
         "topk": config.topk,
         "depth": config.candidate_length,
     }
+    where = {"dtype": dtype, "device": runner.device, "quantization": config.draft_quantization}
+    if name == "eagle":
+        weights = load_eagle(Path(config.draft_head).expanduser(), loaded.model, **where)
+        return EagleDrafter(weights, runner, pool, dtype=dtype, **choice)
     if name == "mtp":
         tensors = _mtp_tensors(config.draft_head, loaded)
-        where = {"dtype": dtype, "device": runner.device, "quantization": config.draft_quantization}
         weights = load_mtp(tensors, loaded.model, **where)
         used = replace(weights, modules=weights.modules[: config.candidate_length])  # a later one would never draft
         return MTPDrafter(used, runner, pool, dtype=dtype, **choice)

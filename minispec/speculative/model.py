@@ -249,11 +249,14 @@ class MTPDrafter(ModelDrafter):
         assert runner.hidden is not None, "MTP reads the hidden pool: the runner must keep it"
         self.modules, self.head, self.draft_ids = weights.modules, weights.head, weights.draft_ids
         self.target, self.chain = runner.model, len(self.modules)
-        config, size = self.target.config, self.modules[0].projection.itemsize
+        self.rotary, config, size = weights.rotary, weights.config, self.modules[0].projection.itemsize
         vocab_size = config.vocab_size if self.draft_ids is None else len(self.draft_ids)
-        self.weight_bytes = _bytes_of_layers(config, 1, size, vocab_size) + 2 * config.hidden_size**2 * size
-        self.deeper_bytes = (self.chain - 1) * (self.weight_bytes - vocab_size * config.hidden_size * size)
-        self.hidden = [runner.hidden, *(torch.zeros_like(runner.hidden) for _ in self.modules)]  # by module, 0..M
+        self.weight_bytes = (weights.numbers + vocab_size * config.hidden_size) * size
+        self.deeper_bytes = (self.chain - 1) * weights.numbers * size
+        if weights.layers:
+            runner.keep_layers(weights.layers)
+        own = runner.hidden.new_zeros(len(runner.hidden), config.hidden_size)
+        self.hidden = [runner.hidden, *(own.clone() for _ in self.modules)]  # by module, 0..M
         self.tenants = [Tenant(config, 1, pool.num_slots, dtype=dtype, device=self.device) for _ in self.modules]
 
     def forward(self, segments: Sequence[Segment], depth: int) -> torch.Tensor:
@@ -272,10 +275,16 @@ class MTPDrafter(ModelDrafter):
         before = self.pool.table.slots[np.repeat(layout.table_rows, layout.q_lens), layout.before + k]
         read = self.hidden[source].index_select(0, self._tensor(before))
         embedded = self.target.embedding(self._tensor(layout.token_ids))
-        cos, sin = self.target.rotary(self._tensor(layout.positions))
+        cos, sin = self.rotary(self._tensor(layout.positions))
         hidden = self.modules[k - 1](embedded, read, cos, sin, self.tenants[k - 1].attend(layout, table))  # [N, H]
         self.hidden[k].index_copy_(0, self._tensor(layout.slots), hidden)
         return hidden.index_select(0, self._tensor(layout.logit_rows))
+
+
+class EagleDrafter(MTPDrafter):
+    """An EAGLE head: one module, whose first hidden states may be of several layers of the target (models/eagle.py)."""
+
+    name = "eagle"
 
 
 class StandaloneDrafter(ModelDrafter):
