@@ -622,29 +622,6 @@ def test_trees_leave_the_distribution_of_every_position_as_it_is(
         assert counts.drafted > 2 * counts.verify_rows
 
 
-def test_control_a_tree_judged_by_the_whole_q_is_seen(tiny_lossless):  # noqa: F811
-    llm = make_lossless(tiny_lossless, "standalone", 2, topk=3, num_draft_tokens=8)
-    honest = llm.engine.drafters[0].propose
-
-    def whole_q(requests, lengths):
-        proposal = honest(requests, lengths)
-        qs = []
-        for q, parents in zip(proposal.q, proposal.parents, strict=True):
-            eldest = {}
-            qs.append(
-                q
-                if q is None
-                else torch.stack(
-                    [eldest.setdefault(p, row) for p, row in zip(parents or range(-1, len(q) - 1), q, strict=True)]
-                )
-            )
-        return replace(proposal, q=qs)
-
-    llm.engine.drafters[0].propose = whole_q
-    with llm:
-        assert min(sample_and_compare(llm, tiny_lossless[1], 4, [SamplingParams()])) < SMALLEST_P_VALUE / 1e3
-
-
 def test_greedy_and_sampled_requests_share_a_step_and_both_get_trees(tiny_lossless):  # noqa: F811
     params = [SamplingParams(temperature=t, seed=1, max_tokens=12, ignore_eos=True) for t in (0.9, 0, 0.9, 0)]
     options = {"topk": 3, "num_draft_tokens": 8}
