@@ -33,7 +33,7 @@ def measure(args: argparse.Namespace, prompts: list[str], shape: dict[str, int])
     """The counters of one shape over all prompts."""
     speculative = {"draft_model": "mtp", "draft_head": args.head, "adaptive": False} | shape
     params = SamplingParams(temperature=0, max_tokens=args.tokens)
-    with LLM(args.model, max_num_batched_tokens=1024, speculative_config=speculative) as llm:
+    with LLM(args.model, max_num_batched_tokens=1024, kv_cache_tokens=16384, speculative_config=speculative) as llm:
         llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
         return llm.metrics().speculation
 

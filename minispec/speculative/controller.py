@@ -6,7 +6,8 @@ So a step with B decoding requests and n draft tokens, the most promising ones f
 
     (B + S of the n tokens) / (T(rows + n) + depth * D(drafting requests))        tokens per second
 
-and the controller takes the n and the depth at which that is highest, or no drafts. T and D are measured
+and the controller takes the n and the depth at which that is highest, or no drafts. Drafts of a tree come best first,
+so n is its size, and S_j the chance of its j-th best draft, whatever its depth. T and D are measured
 (costs.RowCost), S is the windowed acceptance of the request and of all text of its kind (costs.Acceptance). Candidate
 length, fall-back, the choice between two drafters and what a full batch can bear are one decision. Limits of
 `SpeculativeConfig` come on top, each with its own name in `metrics.choices`:
@@ -91,7 +92,7 @@ class Controller:
         models = [guard for guard in guards if guard not in copies]
         assert len(copies) <= 1 and len(models) <= 1, "one n-gram drafter and one other at most"
         self.copier, self.model = (copies or [None])[0], (models or [None])[0]
-        self.target_cost, self.draft_cost = RowCost(), RowCost()
+        self.target_cost, self.draft_cost, self._trees = RowCost(), RowCost(), config.topk > 1
         self._states: dict[Request, _State] = {}
         self._kinds: dict[tuple[str, int], Acceptance] = {}
         self._ended: list[Request] = []  # requests that drafters may still know
@@ -264,10 +265,13 @@ class Controller:
         rows = batch + other + np.arange(1 + min(budget, copied.size))
         seconds = self.target_cost.seconds(rows)
         best, lengths = 0.0, np.zeros(len(copied))
-        for depth in range(drawn.shape[1] + 1) if from_model.any() else [0]:
-            # At depth 0 the draft model rests, and its requests copy where they can.
+        deepest = min(self.config.candidate_length, drawn.shape[1])
+        for depth in range(deepest + 1) if from_model.any() else [0]:
+            # At depth 0 the draft model rests, and its requests copy where they can. A tree may have more drafts than
+            # it is deep.
             own = from_model if depth else np.zeros_like(from_model)
-            chances = np.where(own[:, None], drawn * (np.arange(drawn.shape[1]) < depth), copied)
+            most = depth if depth < deepest else drawn.shape[1]
+            chances = np.where(own[:, None], drawn * (np.arange(drawn.shape[1]) < most), copied)
             order = np.argsort(-chances, axis=None, kind="stable")[:budget]
             order = order[chances.ravel()[order] > 0]
             if not len(order):
@@ -287,12 +291,14 @@ class Controller:
 
     def _survival(self, row: Row, drafter: str, length: int) -> np.ndarray:
         """[length] chance that each draft is kept."""
-        kind = self._kind_window(drafter, row.kind).chances(length, [FIRST_GUESS], PRIOR_WEIGHT, bonus=1.0)
+        guess = [FIRST_GUESS ** (1 + place) for place in range(length if self._trees else 1)]
+        kind = self._kind_window(drafter, row.kind).chances(length, guess, PRIOR_WEIGHT, bonus=1.0)
         window = self._state(row.request).windows.get(drafter)
-        return np.cumprod(window.chances(length, kind, KIND_WEIGHT) if window else kind)
+        chances = window.chances(length, kind, KIND_WEIGHT) if window else kind
+        return np.minimum.accumulate(chances) if self._trees else np.cumprod(chances)
 
     def _kind_window(self, drafter: str, kind: int) -> Acceptance:
-        return self._kinds.setdefault((drafter, kind), Acceptance(KIND_WINDOW))
+        return self._kinds.setdefault((drafter, kind), Acceptance(KIND_WINDOW, self._trees))
 
     # Drafting ------------------------------------------------------------------------------------------------------
 
@@ -317,9 +323,9 @@ class Controller:
         self.metrics.by_drafter.setdefault(row.drafter, SpeculationCounts()).record(
             drafted, accepted, emitted, row.depth
         )
-        window = state.windows.setdefault(row.drafter, Acceptance(self.config.acceptance_window))
-        window.record(drafted, accepted)
-        self._kind_window(row.drafter, row.kind).record(drafted, accepted)
+        window = state.windows.setdefault(row.drafter, Acceptance(self.config.acceptance_window, self._trees))
+        window.record(drafted, accepted, path)
+        self._kind_window(row.drafter, row.kind).record(drafted, accepted, path)
         state.verified += 1
         state.rejections = 0 if accepted else state.rejections + 1
         self._steer(state, window)
@@ -349,7 +355,7 @@ class Controller:
     def end_step(self, step: Step, draft_seconds: float, other_seconds: float, emitted: int) -> None:
         """Learn what the step cost, the drafting and all the rest."""
         drawn, decoding = self._drawn(step), [row for row in step.rows if row.emits]
-        passes = max((len(row.drafts) for row in drawn), default=0)
+        passes = min(max((len(row.drafts) for row in drawn), default=0), self.config.candidate_length)
         if passes:
             self.draft_cost.record(len(drawn), draft_seconds / passes)
         for row in decoding:
