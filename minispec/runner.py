@@ -152,12 +152,16 @@ class ModelRunner:
         self.tenant = Tenant(config, config.num_layers, num_slots, dtype=dtype, device=device)
         size = (num_slots, config.hidden_size)
         self.hidden = torch.zeros(size, dtype=dtype, device=device) if keep_hidden else None
-        self.hidden_layers: tuple[int, ...] = ()
+        self._layer_inputs: dict[int, torch.Tensor] = {}  # of the latest forward, if the hidden pool holds such
 
     def keep_layers(self, layers: Sequence[int]) -> None:
         """Let the hidden pool hold what these layers read, side by side, in place of the final hidden state."""
-        self.hidden_layers = tuple(layers)
         self.hidden = self.hidden.new_zeros(len(self.hidden), len(layers) * self.model.config.hidden_size)
+        for layer in layers:
+            self._layer_inputs[layer] = self.hidden[:0]
+            self.model.layers[layer].register_forward_pre_hook(
+                lambda _, inputs, layer=layer: self._layer_inputs.update({layer: inputs[0]})
+            )
 
     @torch.inference_mode()
     def forward(self, step: Step, table: np.ndarray) -> torch.Tensor:
@@ -172,10 +176,9 @@ class ModelRunner:
             carrying = [(b, row.carried) for b, row in enumerate(step.rows) if row.carried is not None]
             mine, theirs = (torch.tensor(column, device=self.device) for column in zip(*carrying, strict=True))
             token_ids[torch.from_numpy(places).to(self.device)[mine]] = step.carried[theirs]
-        inputs: dict[int, torch.Tensor] | None = {} if self.hidden_layers else None
-        hidden = self.model.forward(token_ids, positions, self.tenant.attend(layout, table), inputs=inputs)  # [N, H]
+        hidden = self.model.forward(token_ids, positions, self.tenant.attend(layout, table))  # [N, H]
         if self.hidden is not None:
-            kept = torch.cat([inputs[layer] for layer in self.hidden_layers], -1) if inputs else hidden
+            kept = torch.cat([*self._layer_inputs.values()], -1) if self._layer_inputs else hidden
             self.hidden.index_copy_(0, slots, kept)
         logits = self.model.logits(hidden.index_select(0, wanted))  # [R, V]
         logits[:, self.num_text_tokens :] = -torch.inf

@@ -109,7 +109,11 @@ def layer_of(w, prefix, x, residual):
 def drafts_by_the_paper(model, w, kind: str, tokens: list[int], count: int, layers=(2, 1, 0)) -> list[int]:
     """The likeliest draft tokens, everything computed anew for each of them."""
     ids, inputs = torch.tensor(tokens), {}
-    final = model.forward(ids, torch.arange(len(ids)), CausalAttention(), inputs=inputs)
+    x, (cos, sin) = model.embedding(ids), model.rotary(torch.arange(len(ids)))
+    for number, layer in enumerate(model.layers):
+        inputs[number] = x
+        x = layer(x, cos, sin, CausalAttention())
+    final = model.norm(x)
     if kind == "eagle3":
         hidden = torch.cat([inputs[layer] for layer in layers], -1) @ w["fc.weight"].T
     else:

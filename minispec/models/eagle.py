@@ -16,7 +16,6 @@ caches, slots, drafting. Taught in notebook 12.
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 
@@ -24,10 +23,10 @@ import torch
 from torch import nn
 
 from minispec.models.config import ModelConfig, ModelLoadError
-from minispec.models.linear import Linear, quantize
+from minispec.models.linear import Linear
 from minispec.models.llama import Attend, CausalLM, DecoderLayer, RMSNorm, layer_weight_views
-from minispec.models.loading import read_safetensors
-from minispec.models.mtp import MTPWeights, fill_module, target_ids
+from minispec.models.loading import read_json, read_safetensors
+from minispec.models.mtp import MTPWeights, fill_module, make_quick, target_ids
 from minispec.models.rope import rotary_frequencies, rotary_tables
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -103,7 +102,7 @@ def load_eagle(
     """
     config, settings = target.config, {}
     if path.is_dir() and (path / "config.json").is_file():
-        settings = json.loads((path / "config.json").read_text("utf-8"))
+        settings = read_json(path / "config.json")
         config = ModelConfig.from_hf(settings | {"architectures": None})
     parts = {name.removeprefix("model."): tensor for name, tensor in _read(path).items()}
     parts = {name: tensor for name, tensor in parts.items() if name not in UNREAD and "rotary_emb" not in name}
@@ -120,24 +119,16 @@ def load_eagle(
         if "d2t" in parts:
             draft_ids = target_ids(parts.pop("d2t"), target.config.vocab_size).to(device)
         rows = config.vocab_size if draft_ids is None else len(draft_ids)
-        norm, matrix = (
-            RMSNorm(config.hidden_size, config.rms_norm_eps, **where),
-            Linear(config.hidden_size, rows, **where),
-        )
-        head = nn.Sequential(norm, matrix).requires_grad_(False)
-        views = module.weight_views() | {"norm.weight": norm.weight, "lm_head.weight": matrix.weight}
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **where)
+        head = nn.Sequential(norm, Linear(config.hidden_size, rows, **where)).requires_grad_(False)
+        views = module.weight_views() | {"norm.weight": norm.weight, "lm_head.weight": head[1].weight}
     else:
         parts.pop("lm_head.weight", None)  # the target's own
         module = EagleModule(config, bias="fc.bias" in parts, **where)
         views = module.weight_views()
     fill_module(views, parts, f"EAGLE head {path.name}")
-    own = nn.ModuleList([module] if head is target.head else [module, head]).eval()
     numbers = sum(parameter.numel() for parameter in module.parameters())
-    if quantization:
-        quantize(own, quantization)
-    for part in own.modules():
-        if isinstance(part, Linear):
-            part.pack()
+    make_quick([module] if head is target.head else [module, head], quantization)
     frequencies, scale = rotary_frequencies(config.rope, config.head_dim)
     frequencies = frequencies.to(device)
 

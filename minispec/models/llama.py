@@ -102,24 +102,15 @@ class CausalLM(nn.Module):
         self.requires_grad_(False)
 
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        *,
-        num_layers: int | None = None,
-        inputs: dict[int, torch.Tensor] | None = None,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, *, num_layers: int | None = None
     ) -> torch.Tensor:
         """token_ids, positions [N] int64 -> hidden [N, H] after the final norm. Calls `attend` once per layer.
 
-        `num_layers` stops after the first layers and norms what there is (early exit). `inputs` gets what each layer
-        reads, [N, H] before its norm, by the layer's number from 0.
+        `num_layers` stops after the first layers and norms what there is (early exit).
         """
         x = self.embedding(token_ids)  # [N, H]
         cos, sin = self.rotary(positions)
         for layer in self.layers[:num_layers]:
-            if inputs is not None:
-                inputs[layer.index] = x
             x = layer(x, cos, sin, attend)
         return self.norm(x)
 

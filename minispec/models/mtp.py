@@ -144,18 +144,23 @@ def load_mtp(
         fill_module(module.weight_views(FAMILIES[family][1]), parts, f"MTP module {index}")
         modules.append(module.eval())
     numbers = sum(parameter.numel() for parameter in modules[0].parameters())
-    head, parts = target.head, nn.ModuleList(modules)
+    head = target.head
     if draft_ids is not None or quantization:
         rows = head.plain_weight if draft_ids is None else head.plain_weight[draft_ids]
         head = Linear(rows.shape[1], rows.shape[0], dtype=dtype, device=device)
         head.weight.copy_(rows)
-        parts.append(head)
+    make_quick(modules if head is target.head else [*modules, head], quantization)
+    return MTPWeights(modules, head, draft_ids, target.config, target.rotary, numbers)
+
+
+def make_quick(parts: Iterable[nn.Module], quantization: str | None) -> None:
+    """Quantize, if so asked, and pack the matrices of what a head does not share with the target."""
+    own = nn.ModuleList(parts)
     if quantization:
-        quantize(parts, quantization)
-    for part in parts.modules():
+        quantize(own, quantization)
+    for part in own.modules():
         if isinstance(part, Linear):
             part.pack()
-    return MTPWeights(modules, head, draft_ids, target.config, target.rotary, numbers)
 
 
 def save_mtp(

@@ -74,7 +74,7 @@ class NgramDrafter:
         draft: list[int] = []
         parents: list[int] = []
         children: dict[tuple[int, int], int] = {}  # (draft, token that follows) -> that draft
-        for source in self._sources(tokens, self._indexes.setdefault(request, _Index())):
+        for source in self._continuations(tokens, self._indexes.setdefault(request, _Index())):
             node = -1
             copy: list[int] = []
             for i in range(source, source + self.depth):
@@ -88,7 +88,7 @@ class NgramDrafter:
                 node = children[node, copy[-1]]
         return draft, None if parents == list(range(-1, len(draft) - 1)) else parents
 
-    def _sources(self, tokens: list[int], index: _Index) -> list[int]:
+    def _continuations(self, tokens: list[int], index: _Index) -> list[int]:
         """Indexes of the tokens after the best `topk` earlier occurrences of known suffixes, the best one first."""
         # The n-grams that end at the last token are left for the next call: a suffix must not find itself.
         for end in range(index.length + 1, len(tokens)):
