@@ -6,8 +6,9 @@
     settle    text, stop strings, callbacks, counters, the ends of requests     host, may run under the next step
 
 Rollback is truncation: advancing sets `kv_len` to the committed end. Slots of rejected drafts stay reserved and are
-overwritten by the next step. What a launched step may still touch is not given back: a request that ends with a step
-in flight leaves when that step is in, and what it brings is dropped.
+overwritten by the next step. Where drafts were a tree, the accepted path is first brought to consecutive slots. What a
+launched step may still touch is not given back: a request that ends with a step in flight leaves when that step is in,
+and what it brings is dropped.
 
 Knows: the order of the parts and what a finished token changes (cursors, text, stops, counters). Does not know: how
 rows are chosen (scheduler), where K/V live (pool), what a forward is (runner), how drafts are made (drafter), what runs

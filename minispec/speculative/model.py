@@ -218,8 +218,8 @@ class ModelDrafter(ABC):
                 columns.append(sample(q, self._uniforms(nodes, rank)))
                 qs.append(q)
             ids = torch.where(by_chance, torch.stack(columns, -1), ids)
-        for i, (tree, node) in enumerate(nodes):
-            for rank, (token, chance) in enumerate(zip(ids[i].tolist(), chances[i].tolist(), strict=True)):
+        for i, ((tree, node), *children) in enumerate(zip(nodes, ids.tolist(), chances.tolist(), strict=True)):
+            for rank, (token, chance) in enumerate(zip(*children, strict=True)):
                 if chance > 0:
                     tree.add(node, token, chance, qs[rank][i] if drawn[i] else None)
 
