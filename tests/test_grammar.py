@@ -221,7 +221,7 @@ def test_masks_are_those_of_the_language_after_every_draft() -> None:
         constraint, output = grammars.start("regex", REGEX), []
         while output[-1:] != [0]:
             drafts = rng.integers(0, V, size=4).tolist()
-            masks = constraint.masks(output, drafts)
+            masks, _ = constraint.masks(output, drafts)
             assert masks.shape[1] == V + 3 and not masks[:, V:].any(), "padding can never be written"
             for n, mask in enumerate(masks):
                 history = output + drafts[:n]
@@ -237,14 +237,14 @@ def test_masks_depend_on_what_was_written_and_on_nothing_else(tiny: LLM) -> None
     grammars, rng = tiny.engine.intake.grammars, np.random.default_rng(1)
     constraint, output = grammars.start("json_schema", json.dumps(SCHEMA)), []
     for _ in range(60):
-        masks, draft = constraint.masks(output, []), []
+        (masks, _), draft = constraint.masks(output, []), []
         for _ in range(4):  # a draft that makes sense for a while
             draft.append(int(rng.choice(np.flatnonzero(masks[-1]))))
-            masks = constraint.masks(output, draft)
+            masks, _ = constraint.masks(output, draft)
         fresh = grammars.start("json_schema", json.dumps(SCHEMA))
         for n, mask in enumerate(masks):
             if 2 not in draft[:n]:
-                assert (mask == fresh.masks(output + draft[:n], [])[0]).all()
+                assert (mask == fresh.masks(output + draft[:n], [])[0][0]).all()
         output.append(draft[0])
         if output[-1] == 2:
             break
