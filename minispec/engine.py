@@ -417,10 +417,9 @@ class Engine:
                 reason, text = "error", ""
             logprob = request.logprobs[number - 1] if request.logprobs else None
             event = TokenEvent(token, request.kinds[number - 1], text, reason, logprob)
-            if reason is not None:
-                break
-            self._emit(request, event)
-            if request in self._abort_later:  # the consumer has had enough
+            if reason is None:
+                self._emit(request, event)
+            if reason is not None or request in self._abort_later:  # the consumer has had enough
                 break
         emitted = place + 1
         if emitted < count:
@@ -470,9 +469,7 @@ class Engine:
     def _finish(self, request: Request, reason: str, event: TokenEvent | None = None) -> None:
         """The only way out: give everything back and say so once; when a launched step still has it, after that."""
         if request.in_flight:
-            if request not in self._leaving:
-                request.ending = reason
-                self._leaving[request] = reason, event
+            request.ending, _ = self._leaving.setdefault(request, (reason, event))
             return
         if request.end is not None:
             kept = request.num_output
