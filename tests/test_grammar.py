@@ -11,6 +11,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from minispec import LLM, SamplingParams
 from minispec.config import ConfigError
 from minispec.core import Request, Row
 from minispec.engine import Engine
-from minispec.sampling.grammar import Grammars
+from minispec.sampling.grammar import Grammars, constrain
 from minispec.speculative.drafter import Proposal
 
 PIECES = ["</s>", "a", "b", "c", "ab", "bc", "ca", "cc"]
@@ -283,6 +284,20 @@ def test_masks_in_a_tree_follow_each_drafts_ancestors() -> None:
             cut += 0 < len(kept) < len(stand)
             output = output + [int(rng.choice(may_follow(output)))]
     assert cut > 50
+
+
+def test_q_of_a_tree_is_cut_to_what_may_follow_the_parent() -> None:
+    constraint = Grammars(letters(), V, [0]).start("regex", REGEX)
+    row = Row(SimpleNamespace(constraint=constraint, prompt=[], tokens=[1]), 0, 1)
+    row.drafts, row.parents = [2, 7, 3, 1, 0], [-1, -1, 0, 0, 2]
+    row.q = torch.rand(5, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    histories, q = [[1], [1], [1, 2], [1, 2, 3]], row.q[[0, 1, 2, 4]]
+    constrain([row], torch.device("cpu"))
+    assert (row.drafts, row.parents) == ([2, 7, 3, 0], [-1, -1, 0, 2])
+    for history, before, after in zip(histories, q, row.q, strict=True):
+        expected = torch.zeros(V)
+        expected[may_follow(history)] = before[may_follow(history)]
+        assert torch.allclose(after, expected / expected.sum())
 
 
 def test_masks_depend_on_what_was_written_and_on_nothing_else(tiny: LLM) -> None:
