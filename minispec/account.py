@@ -70,15 +70,16 @@ class Account:
             number = launched.number if launched else self._launches + 1
             self.trace.events.append(Event(lane, *span, number, len(rows), tokens, ids))
 
-    def count_drafts(self, row: Row, accepted: int, emitted: int, slots: np.ndarray) -> None:
-        """What became of a row's drafts. slots: of all positions of its request."""
-        metrics = row.request.metrics
+    def count_drafts(self, row: Row, path: list[int], emitted: int, slots: np.ndarray) -> None:
+        """What became of a row's drafts, of which those of `path` were kept. slots: of all positions of its request."""
+        metrics, accepted = row.request.metrics, len(path)
         metrics.accepted_per_step.append(accepted)
         for counts in (metrics.speculation, self.metrics.speculation):
-            counts.record(len(row.drafts), accepted, emitted)
-        kept = min(accepted, emitted)  # a stop inside the draft undoes the rest of it, right or not
-        if kept < len(row.drafts):
-            start, undone = row.end + kept, tuple(row.drafts[kept:])
+            counts.record(len(row.drafts), accepted, emitted, row.depth)
+        kept = path[:emitted]  # a stop inside the draft undoes the rest of it, right or not
+        if len(kept) < len(row.drafts):
+            start = row.end + len(kept)
+            undone = tuple(token for draft, token in enumerate(row.drafts) if draft not in kept)
             places = tuple(slots[start : start + len(undone)].tolist())
             metrics.rollbacks.append(RollbackEvent(row.request.id, self.metrics.steps, start, places, undone, accepted))
 

@@ -177,15 +177,18 @@ class SpeculativeConfig:
     """How to speculate.
 
     draft_model: "ngram" copies what followed the last occurrence of the request's own last tokens; "mtp" is the MTP
-    module in the target's checkpoint or in `draft_head`; "early-exit" is the target's first layers; anything else is a
-    model with the target's tokenizer, named as for LLM. [x, "ngram"]: per request and step one of both, see adaptive.
-    "auto": [mtp, ngram] where the target has an MTP module, else ngram.
-    candidate_length: K, most draft tokens per request and step.
+    module in the target's checkpoint or in `draft_head`; "eagle" is the EAGLE head in `draft_head`; "early-exit" is the
+    target's first layers; anything else is a model with the target's tokenizer, named as for LLM. [x, "ngram"]: per
+    request and step one of both, see adaptive. "auto": [mtp, ngram] where the target has an MTP module, else ngram.
+    candidate_length: K, most draft tokens in a row, per request and step.
+    topk: draft tokens that may follow each token. 1: drafts are chains. More: trees, of at most num_draft_tokens tokens
+    (K * topk, unless given), the likeliest of all that were drafted. n-gram: so many earlier continuations.
     adaptive: choose the drafter and the number of drafts (from 0 up) by what they have gained and cost of late. False:
     always candidate_length where it fits, and the n-gram's copy where it has one.
     draft_sampling: draw drafts from q at the request's own parameters ("probabilistic") or take the likeliest
     ("greedy", q is one-hot). Both are exact; greedy requests are drafted greedily in any case.
-    draft_head: a safetensors file with an MTP module. early_exit_layers: how many of the target's layers draft.
+    draft_head: a safetensors file with an MTP module, or the folder or file of an EAGLE head.
+    early_exit_layers: how many of the target's layers draft.
     draft_device: where a draft model of its own computes ("cpu", "cuda:1"); None: with the target.
     draft_quantization: "int8" or "fp8" weights for the MTP module or the draft model, by torchao.
     verification: "rejection" keeps a draft with probability min(1, p/q); "match" samples the target at every position
@@ -211,6 +214,8 @@ class SpeculativeConfig:
 
     draft_model: str | Sequence[str] = "ngram"
     candidate_length: int = 4
+    topk: int = 1
+    num_draft_tokens: int | None = None
     draft_sampling: str = "probabilistic"
     draft_head: str | None = None
     early_exit_layers: int | None = None
@@ -241,20 +246,30 @@ class SpeculativeConfig:
         if len(names) == 2 and "auto" in names:
             raise ConfigError(f"draft_model 'auto' stands alone; got {self.draft_model!r}")
         check_number("candidate_length", self.candidate_length, 0, MAX_CANDIDATE_LENGTH, integer=True)
+        check_number("topk", self.topk, 1, MAX_CANDIDATE_LENGTH, integer=True)
+        if self.num_draft_tokens is not None:
+            if self.topk == 1:
+                raise ConfigError(f"num_draft_tokens {self.num_draft_tokens} is for trees, and topk is 1")
+            least = self.candidate_length
+            check_number("num_draft_tokens", self.num_draft_tokens, least, MAX_CANDIDATE_LENGTH, integer=True)
         check_choice("draft_sampling", self.draft_sampling, ("probabilistic", "greedy"))
         for name in ("draft_head", "draft_device"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise ConfigError(f"{name} must be text that is not empty, got {value!r}")
-        if self.draft_head is not None and not {"mtp", "auto"} & set(names):
-            raise ConfigError(f"draft_head {self.draft_head!r} is only read when draft_model is 'mtp'")
-        own_model = any(name not in ("ngram", "mtp", "early-exit", "auto") for name in names)
+        if self.draft_head is not None and not {"mtp", "eagle", "auto"} & set(names):
+            raise ConfigError(f"draft_head {self.draft_head!r} is only read when draft_model is 'mtp' or 'eagle'")
+        if self.draft_head is None and "eagle" in names:
+            raise ConfigError("draft_model 'eagle' needs draft_head: the folder or file of the EAGLE head")
+        own_model = any(name not in ("ngram", "mtp", "eagle", "early-exit", "auto") for name in names)
         if self.draft_device is not None and not own_model:
             raise ConfigError(f"draft_device {self.draft_device!r} is for a draft model of its own, not for {names}")
         if self.draft_quantization is not None:
             check_choice("draft_quantization", self.draft_quantization, ("int8", "fp8"))
-            if not own_model and not {"mtp", "auto"} & set(names):
-                raise ConfigError(f"draft_quantization is for 'mtp' or a draft model of its own, not for {names}")
+            if not own_model and not {"mtp", "eagle", "auto"} & set(names):
+                raise ConfigError(
+                    f"draft_quantization is for 'mtp', 'eagle' or a draft model of its own, not for {names}"
+                )
         check_choice("verification", self.verification, ("rejection", "match"))
         if self.early_exit_layers is not None:
             check_number("early_exit_layers", self.early_exit_layers, 1, integer=True)
@@ -284,6 +299,11 @@ class SpeculativeConfig:
             check_number("target_acceptance low", band[0], 0, 1)
             check_number("target_acceptance high", band[1], band[0], 1)
             object.__setattr__(self, "target_acceptance", tuple(band))
+
+    @property
+    def most_drafts(self) -> int:
+        """Draft tokens of a request in one step, at most."""
+        return self.num_draft_tokens or min(self.candidate_length * self.topk, MAX_CANDIDATE_LENGTH)
 
     @property
     def drafters(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -174,7 +174,8 @@ class Row:
     kind: int = 0  # of text, for those who compare drafters: tokens of the longest suffix that the text has said before
     drafts: list[int] = field(default_factory=list)
     q: Tensor | None = None  # [len(drafts), V] what the drafts were drawn from; None: chosen without chance
-    allowed: Tensor | None = None  # bool [1 + len(drafts), V] what a grammar lets stand there and behind; None: all
+    parents: list[int] | None = None  # of a tree: the draft that each one follows, -1: the last token; None: a chain
+    allowed: Tensor | None = None  # bool [1 + len(drafts), V] what a grammar lets follow the last token and each draft
 
     @property
     def q_len(self) -> int:
@@ -197,12 +198,41 @@ class Row:
             return [self.carried_token]
         return self.request.tokens[self.start : self.end] + self.drafts
 
-    def kinds(self, accepted: int) -> list[TokenKind]:
-        """Of the tokens that it brings when that many drafts are kept."""
+    @property
+    def lineage(self) -> Sequence[int]:
+        """The draft that each draft follows; -1: the last committed token. Parents come before their children."""
+        return range(-1, len(self.drafts) - 1) if self.parents is None else self.parents
+
+    def path(self, last: int) -> list[int]:
+        """Numbers of the drafts from the first one to `last`, each the parent of the next; -1: none."""
+        if self.parents is None:
+            return list(range(last + 1))
+        path = []
+        while last >= 0:
+            path.append(last)
+            last = self.parents[last]
+        return path[::-1]
+
+    def keep(self, drafts: Sequence[int]) -> None:
+        """Drop all drafts but these, in order; the parent of each of them is among them, too."""
+        self.drafts = [self.drafts[draft] for draft in drafts]
+        self.q = None if self.q is None else self.q[list(drafts)]
+        if self.parents is not None:
+            place = {draft: i for i, draft in enumerate(drafts)} | {-1: -1}
+            self.parents = [place[self.parents[draft]] for draft in drafts]
+
+    @property
+    def depth(self) -> int:
+        """Drafts on its longest path."""
+        drafts = range(len(self.drafts))
+        return max(len(self.path(draft)) for draft in drafts) if self.parents else len(drafts)
+
+    def kinds(self, path: Sequence[int]) -> list[TokenKind]:
+        """Of the tokens that it brings when the drafts of `path` are kept."""
         if not self.drafts:
             return [TokenKind.PLAIN]
-        last = TokenKind.BONUS if accepted == len(self.drafts) else TokenKind.CORRECTED
-        return [TokenKind.ACCEPTED] * accepted + [last]
+        rejected = (path[-1] if path else -1) in self.lineage  # there were drafts behind it
+        return [TokenKind.ACCEPTED] * len(path) + [TokenKind.CORRECTED if rejected else TokenKind.BONUS]
 
     @property
     def num_logits(self) -> int:
@@ -253,6 +283,23 @@ class StepLayout:
     kv_lens: np.ndarray  # [B] history of each row, its own tokens included
     table_rows: np.ndarray  # [B]
     token_ids: np.ndarray  # [N]
-    positions: np.ndarray  # [N]
+    positions: np.ndarray  # [N] by which the model tells near from far
+    before: np.ndarray  # [N] place in its table row of the token that each one follows
     slots: np.ndarray  # [N] where the K/V of each token goes
     logit_rows: np.ndarray  # [R] packed rows whose logits are wanted
+    # Of rows that end in a tree of n tokens: bool [m, n], which of these the last m tokens of the row see. All see all
+    # that lies before the tree, and rows that are not named here see whatever is not behind them.
+    trees: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+def ancestors(parents: Sequence[int]) -> np.ndarray:
+    """bool [n, n]: is node j on the way from the root to node i, or i itself? Parents come before their children.
+
+    >>> ancestors([-1, 0, 0, 1]).astype(int).tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    """
+    sees = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            sees[node] |= sees[parent]
+    return sees

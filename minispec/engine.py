@@ -6,8 +6,9 @@
     settle    text, stop strings, callbacks, counters, the ends of requests     host, may run under the next step
 
 Rollback is truncation: advancing sets `kv_len` to the committed end. Slots of rejected drafts stay reserved and are
-overwritten by the next step. What a launched step may still touch is not given back: a request that ends with a step
-in flight leaves when that step is in, and what it brings is dropped.
+overwritten by the next step. Where drafts were a tree, the accepted path is first brought to consecutive slots. What a
+launched step may still touch is not given back: a request that ends with a step in flight leaves when that step is in,
+and what it brings is dropped.
 
 Knows: the order of the parts and what a finished token changes (cursors, text, stops, counters). Does not know: how
 rows are chosen (scheduler), where K/V live (pool), what a forward is (runner), how drafts are made (drafter), what runs
@@ -31,7 +32,7 @@ from minispec.intake import Intake
 from minispec.interrupts import hold_interrupts
 from minispec.kv.pool import KVPool
 from minispec.metrics import EngineMetrics, MetricsRow
-from minispec.runner import Runner
+from minispec.runner import Runner, keep_paths
 from minispec.sampling.distribution import needs_processing
 from minispec.sampling.grammar import constrain
 from minispec.sampling.sampler import Judged, Outcome, judge, outcomes
@@ -305,6 +306,7 @@ class Engine:
                 logits = self.runner.forward(step, self.pool.table.slots)
             with watch("verify"):
                 judged = judge(logits, step.sampled, self.verification, step.known) if step.sampled else None
+                keep_paths(self.runner, self.pool, step.sampled, judged)
             with watch("copy"):
                 return judged and judged.to_host()
 
@@ -344,7 +346,8 @@ class Engine:
                 self.pool.commit_prefix(request, row.end)
         if outcome is None:
             return 0
-        for place, (token, kind) in enumerate(zip(outcome.tokens, row.kinds(outcome.accepted), strict=False)):
+        self.pool.repoint(row, outcome.path)
+        for place, (token, kind) in enumerate(zip(outcome.tokens, row.kinds(outcome.path), strict=False)):
             request.tokens.append(token)
             request.kinds.append(kind)
             if outcome.logprobs:
@@ -396,8 +399,7 @@ class Engine:
                     request.error = request.error or NO_TOKEN
                     self._finish(request, "error")
             self.metrics.output_tokens += sum(emitted)
-            if emitted:
-                self.metrics.forwards_saved += sum(emitted) / len(emitted) - 1
+            self.metrics.forwards_saved += sum(emitted) / len(emitted) - 1 if emitted else 0
         if self.controller and self._launched is None:
             self.controller.settle()
 
@@ -415,17 +417,16 @@ class Engine:
                 reason, text = "error", ""
             logprob = request.logprobs[number - 1] if request.logprobs else None
             event = TokenEvent(token, request.kinds[number - 1], text, reason, logprob)
-            if reason is not None:
-                break
-            self._emit(request, event)
-            if request in self._abort_later:  # the consumer has had enough
+            if reason is None:
+                self._emit(request, event)
+            if reason is not None or request in self._abort_later:  # the consumer has had enough
                 break
         emitted = place + 1
         if emitted < count:
             request.end = first + emitted
         if row.drafts:
-            self.account.count_drafts(row, outcome.accepted, emitted, self.pool.slots(request))
-            self.controller.record(row, outcome.accepted, emitted, broken=outcome.broken)
+            self.account.count_drafts(row, outcome.path, emitted, self.pool.slots(request))
+            self.controller.record(row, outcome.path, emitted, broken=outcome.broken)
         if reason is not None:
             self._finish(request, reason, event)
         return emitted
@@ -468,9 +469,7 @@ class Engine:
     def _finish(self, request: Request, reason: str, event: TokenEvent | None = None) -> None:
         """The only way out: give everything back and say so once; when a launched step still has it, after that."""
         if request.in_flight:
-            if request not in self._leaving:
-                request.ending = reason
-                self._leaving[request] = reason, event
+            request.ending, _ = self._leaving.setdefault(request, (reason, event))
             return
         if request.end is not None:
             kept = request.num_output

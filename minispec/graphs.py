@@ -11,7 +11,7 @@ time. So steps are recorded for some batch sizes and row lengths, and a step in 
                             . . .      rows of padding read the first row's history; nobody reads what they compute
 
 All padding writes to the spare slot, which lies behind those that the pool hands out. Steps that are larger than the
-largest graph, and those that read prompts, run eagerly.
+largest graph, those that read prompts, and those with trees of drafts (whose masks no graph has) run eagerly.
 
 Knows: packed steps, static buffers, when a step fits a graph. Does not know: models, requests, the pool.
 Taught in notebook 13 (everything on).
@@ -58,12 +58,14 @@ def padded(layout: StepLayout, batch: int, q_len: int, spare: int) -> tuple[Step
     places = np.repeat(ends - lengths - first, lengths) + np.arange(lengths.sum())
     kv_lens, table_rows = np.full(batch, q_len), np.full(batch, layout.table_rows[0])
     kv_lens[:rows], table_rows[:rows] = layout.kv_lens, layout.table_rows
+    positions = (kv_lens[:, None] - q_len + np.arange(q_len)).reshape(-1)
     whole = StepLayout(
         q_lens=np.full(batch, q_len),
         kv_lens=kv_lens,
         table_rows=table_rows,
         token_ids=spread(layout.token_ids, places, batch * q_len, 0),
-        positions=(kv_lens[:, None] - q_len + np.arange(q_len)).reshape(-1),
+        positions=positions,
+        before=positions - 1,
         slots=spread(layout.slots, places, batch * q_len, spare),
         logit_rows=places[layout.logit_rows],
     )
@@ -114,7 +116,7 @@ class Program:
     def _shape(self, layout: StepLayout) -> tuple[int, int] | None:
         """The smallest recorded shape that the step fits into."""
         rows, longest, shortest = len(layout.q_lens), layout.q_lens.max(), layout.kv_lens.min()
-        if self.last_only and len(layout.logit_rows) != rows:
+        if layout.trees or (self.last_only and len(layout.logit_rows) != rows):
             return None
         fitting = [(batch, q) for batch, q in self.recordings if batch >= rows and longest <= q <= shortest]
         shape = min(fitting, key=lambda shape: shape[0] * shape[1], default=None)
@@ -177,6 +179,7 @@ class Program:
             table_rows=nothing[:batch],
             token_ids=nothing,
             positions=nothing,
+            before=nothing,
             slots=nothing + self.spare,
             logit_rows=nothing,
         )

@@ -234,7 +234,7 @@ class LLM:
         config, model = self.config, self.model_config
         fraction, speculative = config.mem_fraction_static, config.speculative_config
         if self.device.type == "cuda":
-            judged = config.max_num_seqs * (1 + self._most_drafts)
+            judged = config.max_num_seqs * (1 + (speculative.most_drafts if speculative else 0))
             widest = 3 * model.intermediate_size + 6 * model.hidden_size
             batch, vocab_size, itemsize = config.max_num_batched_tokens, model.vocab_size, self.dtype.itemsize
             slots = slots_that_fit(

@@ -5,8 +5,8 @@ Definitions (K > 0 means that the step carried drafts for the request):
 - verify row: one request's part of one forward with K > 0. Plain steps (K = 0) do not enter the figures below.
 - acceptance rate = accepted / drafted.
 - acceptance length = emitted / verify rows, so it counts the token that the target adds (1.0 = nothing gained).
-- acceptance by position j = drafts kept at place j / drafts offered at place j; a draft after the first miss is offered
-  and not kept.
+- acceptance by position j = drafts kept at place j / verifications with a draft at place j; a draft after the first
+  miss is offered and not kept. In a tree the place of a draft is its depth, and one of a depth is kept at most.
 - draft time: seconds in a draft model, catching up included, over the steps that asked for drafts. N-grams are looked
   up while the step is planned.
 - verification latency: mean seconds of forward + verify over the steps that carried drafts, from packing the rows until
@@ -71,18 +71,19 @@ class SpeculationCounts:
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
 
-    def record(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Count one verify row; drafted > 0."""
-        assert 0 <= accepted <= drafted and drafted > 0
+    def record(self, drafted: int, accepted: int, emitted: int, depth: int | None = None) -> None:
+        """Count one verify row; drafted > 0. depth: drafts on the longest path of a tree; all of them, unless given."""
+        depth = drafted if depth is None else depth
+        assert 0 <= accepted <= depth <= drafted and drafted > 0
         self.verify_rows += 1
         self.drafted += drafted
         self.accepted += accepted
         self.emitted += emitted
         self.rollbacks += min(accepted, emitted) < drafted
-        missing = drafted - len(self.drafted_at)
+        missing = depth - len(self.drafted_at)
         self.drafted_at += [0] * missing
         self.accepted_at += [0] * missing
-        for position in range(drafted):
+        for position in range(depth):
             self.drafted_at[position] += 1
             self.accepted_at[position] += position < accepted
 

@@ -90,6 +90,25 @@ def lengths(engine) -> dict[int, int]:
     return engine.metrics.lengths
 
 
+class Bushy(ScriptedDrafter):
+    """Trees of one level: the target's choice is at each place with a chance of its own, else nowhere."""
+
+    def __init__(self, logits_of, chances) -> None:
+        super().__init__(lambda tokens: int(np.argmax(logits_of(tokens))), VOCAB)
+        self.chances, self.random = chances, random.Random(0)
+
+    def propose(self, requests, lengths):
+        tokens = [self._level(request, k) for request, k in zip(requests, lengths, strict=True)]
+        return Proposal(tokens, parents=[[-1] * len(level) for level in tokens])
+
+    def _level(self, request, k):
+        right = self.next_token(request.tokens)
+        wrong = [token for token in range(VOCAB) if token != right]
+        u = self.random.random()
+        place = int(np.searchsorted(np.cumsum(self.chances), u))
+        return (wrong[:place] + [right] + wrong[place:])[:k]
+
+
 # Settings ----------------------------------------------------------------------------------------------------------
 
 
@@ -673,3 +692,27 @@ def test_a_snapshot_does_not_change(clock):
     drafted, choices = before.speculation.drafted, dict(before.choices)
     run(engine, [[3, 2]], greedy(20))
     assert before.speculation.drafted == drafted and before.choices == choices
+
+
+# Trees ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch,best", [(1, 3), (8, 1), (32, 0)])
+def test_a_tree_is_as_large_as_pays_at_this_batch(clock, batch, best):
+    """A forward takes 30 + rows: one row more is worth it alone, not in a crowd. `best` is the most of the formula."""
+    logits_of, chances = markov(), [0.5, 0.2, 0.1, 0.05, 0.02, 0.01]
+    rates = [(1 + sum(chances[:n])) * batch / (30 + batch * (1 + n)) for n in range(7)]
+    assert int(np.argmax(rates)) == best
+    engine = make(Bushy(logits_of, chances), logits_of, topk=6, num_draft_tokens=6)
+    run(engine, [[i % 12, i // 12, 2] for i in range(batch)], greedy(300 if batch < 32 else 80))
+    common, _ = Counter(lengths(engine)).most_common(1)[0]
+    assert abs(common - best) <= (best > 1)  # 2 and 3 differ by less than a hundredth
+    assert engine.metrics.drafter_faults == 0
+
+
+def test_each_draft_of_a_tree_is_counted_for_itself():
+    window = Acceptance(3, tree=True)
+    for path in ([0, 1], [0, 2], [1], [1, 2]):  # the first one is forgotten
+        window.record(4, len(path), path)
+    assert window.chances(4, [0.0], weight=1e-9) == pytest.approx([1 / 3, 2 / 3, 2 / 3, 0], abs=1e-6)
+    assert window.rate == pytest.approx(5 / 12)

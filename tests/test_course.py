@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import re
@@ -763,6 +764,22 @@ def test_the_heat_map_writes_every_number_and_frames_the_least_of_each_row() -> 
     assert [[round(frame.get_x() + 0.46) for frame in ax.patches] for ax in (time, rows)] == [[1, 0], [0, 2]]
     assert [round(frame.get_y() + 0.46) for frame in time.patches] == [0, 1]
     assert [label.get_text() for label in (*time.get_xticklabels(), *time.get_yticklabels())] == list("01318")
+
+
+def test_the_tree_picture_has_a_box_for_each_draft_in_the_column_of_its_depth() -> None:
+    svg = figures.draft_tree("The", ["cat", "dog", "sat", "ran", "on"], [-1, -1, 0, 0, 2], [0, 2], "down").data
+    texts, boxes = texts_and_boxes(svg)
+    _, _, width, height = boxes[0]
+    assert all(x + w <= width for x, _, w in texts) and all(x + w <= width and y + h <= height for x, y, w, h in boxes)
+    columns = sorted({x for x, *_ in boxes[1:]})
+    assert len(columns) == 4
+    fills = collections.Counter(
+        r.get("fill") for r in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}rect")
+    )
+    assert fills[figures.KEPT] == 2 and fills[figures.COLORS["again"]] == 3 and fills[figures.FIX] == 1
+    assert len({(x, y) for x, y, *_ in boxes[1:]}) == 7  # nothing hides anything
+    whole = figures.draft_tree("The", ["cat"], [-1], [0], "sat").data
+    assert figures.FIX not in whole
 
 
 def test_the_slots_picture_has_one_box_for_each_slot_and_a_gap_behind_each_page() -> None:

@@ -74,7 +74,7 @@ def test_two_hundred_random_mixes_show_each_token_the_slots_that_torch_shows_it(
         layout, table = random_step(rng, [1, 1, 2, 5, 33, 90])
         indices, expected, token = paged_indices(layout, table), seen_by_torch(layout, table), 0
         assert all(array.dtype == np.int32 for array in indices) and (indices.last_page_len == 1).all()
-        bits, starts = packed_masks(layout.q_lens, layout.kv_lens, [None] * len(layout.q_lens))
+        bits, starts = packed_masks(layout)
         for b, (q_len, kv_len) in enumerate(zip(layout.q_lens, layout.kv_lens, strict=True)):
             pages = indices.kv_indices[indices.kv_indptr[b] : indices.kv_indptr[b + 1]].tolist()
             assert len(pages) == kv_len and indices.qo_indptr[b + 1] - indices.qo_indptr[b] == q_len
@@ -86,8 +86,8 @@ def test_two_hundred_random_mixes_show_each_token_the_slots_that_torch_shows_it(
 
 
 def test_a_tree_sees_its_ancestors_and_all_that_came_before():
-    tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=bool)
-    bits, starts = packed_masks(np.array([3, 2]), np.array([5, 2]), [tree, None])
+    segments = [Segment(0, 2, [0] * 3, 3, [-1, 0, 0]), Segment(1, 0, [0] * 2, 2)]
+    bits, starts = packed_masks(pack(segments, random_table(2, 0)))
     assert starts.tolist() == [0, 2, 3] and starts.dtype == np.int32  # 15 and 4 bits, each row on a whole byte
     seen = np.unpackbits(bits[:2], count=15, bitorder="little").reshape(3, 5)
     assert seen.tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 1]]
@@ -221,8 +221,8 @@ def test_a_tree_is_handed_to_the_kernel_as_bits(fake):
     torch.manual_seed(0)
     caches, (q, k, v) = [torch.randn(4096, 1, 8) for _ in range(2)], (torch.randn(4, h, 8) for h in (2, 1, 1))
     chain = attention.run(attention.plan(layout, table), *caches, q, k, v).clone()
-    window = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=bool)
-    tree = attention.run(attention.plan(layout, table, windows=[window, None]), *caches, q, k, v).clone()
+    branched = pack([Segment(0, 9, [0] * 3, 3, [-1, 0, 0]), Segment(1, 2, [0], 1)], table)
+    tree = attention.run(attention.plan(branched, table), *caches, q, k, v).clone()
     same = [bool((chain[i] - tree[i]).abs().max() < 1e-6) for i in range(4)]
     assert same == [True, True, False, True]  # the third token does not see the second
     lone = pack([Segment(0, 9, [0, 0], 2)], table)
@@ -251,8 +251,9 @@ def test_our_calls_fit_the_real_signatures(monkeypatch: pytest.MonkeyPatch):
         fake.__wrapped__(request)
         attention, table = attention_of((2, 1, 64)), random_table(2, 0)
         layout = pack([Segment(0, 3, [0, 0], 1), Segment(1, 9, [0, 0], 1)], table)
+        tree = pack([Segment(0, 3, [0, 0], 1, [-1, -1]), Segment(1, 9, [0, 0], 1)], table)
         for graph in (False, True):
-            plan = attention.plan(layout, table, graph=graph, windows=None if graph else [None, None])
+            plan = attention.plan(layout if graph else tree, table, graph=graph)
             plan.new_slots = torch.from_numpy(layout.slots)
             tensors = [torch.zeros(4, heads, 64) for heads in (2, 1, 1)]
             attention.run(plan, torch.zeros(4096, 1, 64), torch.zeros(4096, 1, 64), *tensors)

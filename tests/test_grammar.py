@@ -11,6 +11,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,9 +23,9 @@ from transformers import PreTrainedTokenizerFast
 
 from minispec import LLM, SamplingParams
 from minispec.config import ConfigError
-from minispec.core import Request
+from minispec.core import Request, Row
 from minispec.engine import Engine
-from minispec.sampling.grammar import Grammars
+from minispec.sampling.grammar import Grammars, constrain
 from minispec.speculative.drafter import Proposal
 
 PIECES = ["</s>", "a", "b", "c", "ab", "bc", "ca", "cc"]
@@ -181,6 +182,27 @@ class Dice:
         pass
 
 
+class DiceTree(Dice):
+    """The same as a tree: two tokens at each place, the second drawn without the first."""
+
+    parents = (-1, -1, 0, 0, 1, 1)
+
+    def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> Proposal:
+        drafts, qs = [], []
+        for _ in lengths:
+            tokens, rows = [], []
+            for i in range(len(self.parents)):
+                q = self.q.copy()
+                if i % 2:
+                    q[tokens[-1]] = 0
+                rows.append(torch.tensor(q / q.sum(), dtype=torch.float32))
+                tokens.append(int(self.rng.choice(V, p=q / q.sum())))
+            drafts, qs = [*drafts, tokens], [*qs, torch.stack(rows)]
+        fits = [tokens[:n] for tokens, n in zip(drafts, lengths, strict=True)]
+        parents = [list(self.parents[:n]) for n in lengths]
+        return Proposal(fits, [q[:n] for q, n in zip(qs, lengths, strict=True)], parents)
+
+
 def distance(drafter, count: int = 2000, **options) -> tuple[float, int]:
     """Chi-square of the outputs of a sampled request, and its degrees of freedom."""
     logits_of = markov(V, seed=4)
@@ -198,9 +220,12 @@ def distance(drafter, count: int = 2000, **options) -> tuple[float, int]:
     return sum((seen[o] - expected[o]) ** 2 / expected[o] for o in cells), len(cells)
 
 
-@pytest.mark.parametrize("kind", ["plain", "dice", "match"])
+@pytest.mark.parametrize("kind", ["plain", "dice", "match", "tree", "tree match"])
 def test_sampled_outputs_have_the_masked_distribution(kind: str) -> None:
-    drafter, options = (None if kind == "plain" else Dice(3)), {"verification": "match"} if kind == "match" else {}
+    options = {"verification": "match"} if "match" in kind else {}
+    if "tree" in kind:
+        options |= {"candidate_length": 2, "topk": 2, "num_draft_tokens": 6}
+    drafter = None if kind == "plain" else DiceTree(6) if "tree" in kind else Dice(3)
     value, freedom = distance(drafter, **options)
     assert value < freedom + 4 * (2 * freedom) ** 0.5
 
@@ -221,7 +246,7 @@ def test_masks_are_those_of_the_language_after_every_draft() -> None:
         constraint, output = grammars.start("regex", REGEX), []
         while output[-1:] != [0]:
             drafts = rng.integers(0, V, size=4).tolist()
-            masks = constraint.masks(output, drafts)
+            masks, _ = constraint.masks(output, drafts)
             assert masks.shape[1] == V + 3 and not masks[:, V:].any(), "padding can never be written"
             for n, mask in enumerate(masks):
                 history = output + drafts[:n]
@@ -233,18 +258,60 @@ def test_masks_are_those_of_the_language_after_every_draft() -> None:
             output = output + [int(rng.choice(may_follow(output)))]
 
 
+def test_masks_in_a_tree_follow_each_drafts_ancestors() -> None:
+    grammars, rng, cut = Grammars(letters(), V, [0]), np.random.default_rng(2), 0
+    for _ in range(150):
+        constraint, output = grammars.start("regex", REGEX), []
+        while output[-1:] != [0]:
+            row = Row(None, 0, 0)
+            row.drafts, row.parents = [], []
+            for _ in range(9):
+                token, parent = int(rng.integers(0, V)), int(rng.integers(-1, len(row.drafts)))
+                if (token, parent) not in zip(row.drafts, row.parents, strict=True):
+                    row.drafts, row.parents = [*row.drafts, token], [*row.parents, parent]
+            paths = [row.path(draft) for draft in range(len(row.drafts))]
+            texts = [[row.drafts[each] for each in path] for path in paths]
+            stand = [
+                all(text[n] in may_follow(output + text[:n]) and 0 not in text[:n] for n in range(len(text)))
+                for text in texts
+            ]
+            masks, kept = constraint.masks(output, row.drafts, paths)
+            assert kept == [draft for draft, good in enumerate(stand) if good]
+            for text, mask in zip([[], *(texts[draft] for draft in kept)], masks, strict=True):
+                assert np.flatnonzero(mask).tolist() == ([0] if text[-1:] == [0] else may_follow(output + text))
+            row.keep(kept)
+            assert [[row.drafts[i] for i in row.path(d)] for d in range(len(kept))] == [texts[draft] for draft in kept]
+            cut += 0 < len(kept) < len(stand)
+            output = output + [int(rng.choice(may_follow(output)))]
+    assert cut > 50
+
+
+def test_q_of_a_tree_is_cut_to_what_may_follow_the_parent() -> None:
+    constraint = Grammars(letters(), V, [0]).start("regex", REGEX)
+    row = Row(SimpleNamespace(constraint=constraint, prompt=[], tokens=[1]), 0, 1)
+    row.drafts, row.parents = [2, 7, 3, 1, 0], [-1, -1, 0, 0, 2]
+    row.q = torch.rand(5, V, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    histories, q = [[1], [1], [1, 2], [1, 2, 3]], row.q[[0, 1, 2, 4]]
+    constrain([row], torch.device("cpu"))
+    assert (row.drafts, row.parents) == ([2, 7, 3, 0], [-1, -1, 0, 2])
+    for history, before, after in zip(histories, q, row.q, strict=True):
+        expected = torch.zeros(V)
+        expected[may_follow(history)] = before[may_follow(history)]
+        assert torch.allclose(after, expected / expected.sum())
+
+
 def test_masks_depend_on_what_was_written_and_on_nothing_else(tiny: LLM) -> None:
     grammars, rng = tiny.engine.intake.grammars, np.random.default_rng(1)
     constraint, output = grammars.start("json_schema", json.dumps(SCHEMA)), []
     for _ in range(60):
-        masks, draft = constraint.masks(output, []), []
+        (masks, _), draft = constraint.masks(output, []), []
         for _ in range(4):  # a draft that makes sense for a while
             draft.append(int(rng.choice(np.flatnonzero(masks[-1]))))
-            masks = constraint.masks(output, draft)
+            masks, _ = constraint.masks(output, draft)
         fresh = grammars.start("json_schema", json.dumps(SCHEMA))
         for n, mask in enumerate(masks):
             if 2 not in draft[:n]:
-                assert (mask == fresh.masks(output + draft[:n], [])[0]).all()
+                assert (mask == fresh.masks(output + draft[:n], [])[0][0]).all()
         output.append(draft[0])
         if output[-1] == 2:
             break

@@ -63,7 +63,7 @@ def make(tiny, kind: str, k: int, **options) -> LLM:
         "copy-first": {"draft_model": [str(root / "draft"), "ngram"], "ngram_min": 3},
     }[kind]
     speculative |= {"candidate_length": k, "adaptive": False}
-    for name in ("verification", "draft_sampling"):
+    for name in ("verification", "draft_sampling", "topk", "num_draft_tokens"):
         if name in options:
             speculative[name] = options.pop(name)
     options = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "kv_cache_tokens": 16384} | options

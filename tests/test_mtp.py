@@ -96,7 +96,12 @@ def tag_mtp(num_modules: int, ids: list[int], vocab_size: int, draft_ids=None, d
         return torch.tensor([[float(row == token) for row in rows] for token in wanted])
 
     modules = [TagModule(i + 1, num_modules) for i in range(num_modules)]
-    drafter = MTPDrafter(MTPWeights(modules, head, draft_ids), runner, pool, dtype=torch.float32)
+    drafter = MTPDrafter(
+        MTPWeights(modules, head, draft_ids, runner.model.config, runner.model.rotary, 0),
+        runner,
+        pool,
+        dtype=torch.float32,
+    )
     for pool_of_module in drafter.hidden[1:]:
         pool_of_module.fill_(float("nan"))  # int(NaN) raises, and a raising drafter is counted
     return Engine(config, runner, pool, context_length=128, drafters=[drafter])

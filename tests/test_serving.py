@@ -979,6 +979,11 @@ def test_flags_become_engine_options() -> None:
         ("--speculative-algorithm STANDALONE --speculative-draft-model-path small --speculative-num-steps 2 "
          "--speculative-num-draft-tokens 3 --speculative-eagle-topk 1",
          {"draft_model": "small", "candidate_length": 2}),
+        ("--speculative-algorithm NEXTN --speculative-num-steps 5 --speculative-eagle-topk 4 "
+         "--speculative-num-draft-tokens 16",
+         {"draft_model": "mtp", "candidate_length": 5, "topk": 4, "num_draft_tokens": 15}),
+        ("--speculative-algorithm EAGLE3 --speculative-draft-model-path head --speculative-eagle-topk 2",
+         {"draft_model": "eagle", "draft_head": "head", "candidate_length": 3, "topk": 2}),
         ("--speculative-algorithm NGRAM", {"draft_model": "ngram"}),
         ("--speculative-algorithm NGRAM --speculative-num-draft-tokens 9",
          {"draft_model": "ngram", "candidate_length": 8}),
@@ -1002,8 +1007,13 @@ def test_eagle_with_a_language_model_runs_as_standalone_and_says_so(caplog: pyte
     [
         ("--tp-size 2", "one device"),
         ("--attention-backend triton", "'triton'"),
-        ("--speculative-algorithm EAGLE3", "EAGLE3"),
-        ("--speculative-algorithm NEXTN --speculative-eagle-topk 4", "chains"),
+        ("--speculative-algorithm EAGLE3", "draft_head"),
+        ("--speculative-algorithm NEXTN --speculative-eagle-topk 0", "topk"),
+        (
+            "--speculative-algorithm NEXTN --speculative-eagle-topk 4 --speculative-num-draft-tokens 3",
+            "num_draft_tokens",
+        ),
+        ("--speculative-eagle-topk 4", "--speculative-algorithm"),
         ("--speculative-algorithm NEXTN --speculative-draft other", "NEXTN"),
         ("--speculative-algorithm NGRAM --speculative-draft other", "NGRAM"),
         ("--speculative-algorithm STANDALONE", "STANDALONE needs"),

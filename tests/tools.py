@@ -92,6 +92,7 @@ class TagRunner:
     def __init__(self, num_slots: int, vocab_size: int, logits_of: LogitsOf) -> None:
         self.vocab_size, self.logits_of = vocab_size, logits_of
         self.tags = np.full(num_slots, -1, dtype=np.int64)
+        self.moves = 0  # slots that were copied to others
         self.steps: list[list[tuple[str, int, int, int]]] = []  # per forward: (request, start, committed, drafts)
         self._known: dict[str, tuple[list[int], np.ndarray]] = {}  # request -> its latest tokens and fingerprints
 
@@ -108,18 +109,34 @@ class TagRunner:
 
     def forward(self, step: Step, table: np.ndarray) -> torch.Tensor:
         self.steps.append([(r.request.id, r.start, r.num_committed, len(r.drafts)) for r in step.rows])
-        sequences = [row.request.tokens[: row.start] + token_ids(step, row) for row in step.rows]
-        expected = [self._fingerprints(row.request.id, t) for row, t in zip(step.rows, sequences, strict=True)]
+        tokens = [row.request.tokens[: row.start] + token_ids(step, row) for row in step.rows]
+        follow = [  # per row, what is said after its last committed token and after each draft
+            [
+                of_row[: row.end] + [of_row[row.end + draft] for draft in row.path(last)]
+                for last in range(-1, len(row.drafts))
+            ]
+            for row, of_row in zip(step.rows, tokens, strict=True)
+        ]
+        expected = [
+            self._fingerprints(row.request.id, of_row)
+            if row.parents is None
+            else np.array(fingerprints(of_row[: row.end]) + [fingerprints(sequence)[-1] for sequence in sequences[1:]])
+            for row, of_row, sequences in zip(step.rows, tokens, follow, strict=True)
+        ]
         slots = [table[row.request.table_row, : row.kv_len] for row in step.rows]
         for row, tags, places in zip(step.rows, expected, slots, strict=True):  # all writes come before all reads
             self.tags[places[row.start :]] = tags[row.start :]
         logits = []
-        for row, tokens, tags, places in zip(step.rows, sequences, expected, slots, strict=True):
+        for row, sequences, tags, places in zip(step.rows, follow, expected, slots, strict=True):
             wrong = np.flatnonzero(self.tags[places] != tags)
             assert not len(wrong), f"{row.request.id} at {row.start}: foreign or stale K/V at positions {wrong[:5]}"
-            for end in range(len(tokens) - row.num_logits + 1, len(tokens) + 1) if row.num_logits else ():
-                logits.append(np.asarray(self.logits_of(tokens[:end]), dtype=np.float32))
+            for sequence in sequences if row.emits else ():
+                logits.append(np.asarray(self.logits_of(sequence), dtype=np.float32))
         return torch.from_numpy(np.stack(logits)) if logits else torch.empty(0, self.vocab_size)
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self.moves += int((sources != targets).sum())
+        self.tags[targets.numpy()] = self.tags[sources.numpy()]
 
 
 def tag_greedy(logits_of: LogitsOf, prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int] = ()) -> list[int]:
@@ -227,6 +244,45 @@ class ScriptedDrafter:
 
     def release(self, request: Request) -> None:
         self.released.append(request.id)
+
+
+class TreeDrafter:
+    """Drafts random trees of all shapes, in which the target's choice is now and then among the children of a node.
+
+    `next_token(tokens)`: the target's choice. `luck`: how often a draft that could be right is.
+    """
+
+    name = "trees"
+
+    def __init__(self, next_token: Callable[[Sequence[int]], int], vocab_size: int, luck: float = 0.6) -> None:
+        self.next_token, self.vocab_size, self.luck = next_token, vocab_size, luck
+
+    def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
+        drafts = [self._draft(r.tokens, k) for r, k in zip(requests, candidate_lengths, strict=True)]
+        return Proposal([tokens for tokens, _ in drafts], parents=[parents for _, parents in drafts])
+
+    def _draft(self, tokens: Sequence[int], k: int) -> tuple[list[int], list[int]]:
+        rng = np.random.default_rng([7, *tokens])
+        draft, parents, right = [], [], -1  # right: the last node of the path that the target would take
+        follows = self.next_token(tokens)
+        for _ in range(k):
+            parent = int(rng.choice([-1, *range(len(draft))])) if rng.random() < 0.5 else right
+            taken = {token for token, its_parent in zip(draft, parents, strict=True) if its_parent == parent}
+            free = [t for t in range(self.vocab_size) if t not in taken and (parent != right or t != follows)]
+            hit = parent == right and rng.random() < self.luck
+            parents.append(parent)
+            draft.append(follows if hit else int(rng.choice(free)))
+            if hit:
+                right, path = len(draft) - 1, []
+                node = right
+                while node >= 0:
+                    path.append(draft[node])
+                    node = parents[node]
+                follows = self.next_token([*tokens, *path[::-1]])
+        return draft, parents
+
+    def release(self, request: Request) -> None:
+        pass
 
 
 def scripted(logits_of: LogitsOf, vocab_size: int = 12, script=None) -> ScriptedDrafter:

@@ -72,19 +72,17 @@ def paged_indices(layout: StepLayout, table: np.ndarray) -> PagedIndices:
     )
 
 
-def packed_masks(
-    q_lens: np.ndarray, kv_lens: np.ndarray, windows: Sequence[np.ndarray | None]
-) -> tuple[np.ndarray, np.ndarray]:
+def packed_masks(layout: StepLayout) -> tuple[np.ndarray, np.ndarray]:
     """FlashInfer's custom mask: (bits uint8, int32 [B+1] first byte of each row's bits).
 
-    windows: per row, bool [q_len, q_len], which of its own tokens each of them sees (a tree's ancestors and itself);
-    None: all before it. What came before the row is seen by all. The bits of a row are [q_len, kv_len] in row-major
-    order, the lowest bit of a byte first, and begin at a whole byte.
+    The bits of a row are [q_len, kv_len] in row-major order, the lowest bit of a byte first, and begin at a whole byte.
     """
     bits = []
-    for q_len, kv_len, window in zip(q_lens, kv_lens, windows, strict=True):
-        seen = np.ones((q_len, kv_len), dtype=bool)
-        seen[:, kv_len - q_len :] = np.tri(q_len, dtype=bool) if window is None else window
+    for row, (q_len, kv_len) in enumerate(zip(layout.q_lens, layout.kv_lens, strict=True)):
+        seen = np.tri(q_len, kv_len, kv_len - q_len, dtype=bool)
+        if row in layout.trees:
+            sees = layout.trees[row]  # [m, n]
+            seen[q_len - len(sees) :, kv_len - sees.shape[1] :] = sees
         bits.append(np.packbits(seen.reshape(-1), bitorder="little"))
     return np.concatenate(bits), _starts([len(row) for row in bits])
 
@@ -132,18 +130,11 @@ class FlashInferAttention:
         self._buffers = [_plan_buffer() for _ in range(PLAN_BUFFERS)]
         self._graph_slots: torch.Tensor | None = None  # int32, what captured steps attend to
 
-    def plan(
-        self,
-        layout: StepLayout,
-        table: np.ndarray,
-        *,
-        windows: Sequence[np.ndarray | None] | None = None,
-        graph: bool = False,
-    ) -> Plan:
+    def plan(self, layout: StepLayout, table: np.ndarray, *, graph: bool = False) -> Plan:
         """Plan a step for all layers; `table` [rows, positions] holds slot ids, it is read now and not kept.
 
-        windows: see `packed_masks`; None: no row has a tree. graph: the step's rows have all the same q_len, no tree
-        and at least q_len positions, and it is captured, or a replay of what was captured for so many rows.
+        graph: the step's rows have all the same q_len, no tree and at least q_len positions, and it is captured, or a
+        replay of what was captured for so many rows.
         """
         indices = paged_indices(layout, table)
         kv_indices, slots = upload(self.device, indices.kv_indices, layout.slots)
@@ -164,8 +155,8 @@ class FlashInferAttention:
             wrapper = self._mixed
             wrapper._pin_memory_int_workspace_buffer = buffer
             wrapper.plan(qo_indptr, kv_indptr, kv_indices, last_page_len, *shape, causal=True, **self._common)
-            if windows is not None:  # run takes these two when they are there; given to plan, it would wait for the GPU
-                bits, starts = packed_masks(layout.q_lens, layout.kv_lens, windows)
+            if layout.trees:  # run takes these two when they are there; given to plan, it would wait for the GPU
+                bits, starts = packed_masks(layout)
                 wrapper._custom_mask_buf, wrapper._mask_indptr_buf = upload(self.device, bits, starts)
         copied.record()
         return Plan(wrapper, None if graph else slots)

@@ -66,6 +66,7 @@ class TorchAttention:
         groups = []
         for rows in _stacks(layout.q_lens, layout.kv_lens):
             q_len, kv_len = int(layout.q_lens[rows[0]]), int(layout.kv_lens[rows].max())
+            trees = {b: layout.trees[row] for b, row in enumerate(rows.tolist()) if row in layout.trees}
             packed = (row_starts[rows][:, None] + np.arange(q_len)).reshape(-1)  # [B*Q]
             in_order = len(packed) == row_starts[-1] and bool((np.diff(packed) == 1).all())
             groups.append(
@@ -75,7 +76,7 @@ class TorchAttention:
                     kv_len=kv_len,
                     packed=None if in_order else self._to_device(packed),
                     slots=self._slots(table[layout.table_rows[rows], :kv_len], layout.kv_lens[rows]),
-                    mask=self._mask(layout.kv_lens[rows], q_len, kv_len),
+                    mask=self._mask(layout.kv_lens[rows], q_len, kv_len, trees),
                 )
             )
         return Plan(groups, self._to_device(layout.slots))
@@ -129,11 +130,13 @@ class TorchAttention:
         slots = np.where(np.arange(kv_len) < kv_lens[:, None], slots, slots[:, :1])
         return self._to_device(slots.reshape(-1))
 
-    def _mask(self, kv_lens: np.ndarray, q_len: int, kv_len: int) -> torch.Tensor | None:
-        if q_len == 1 and (kv_lens == kv_len).all():
+    def _mask(self, kv_lens: np.ndarray, q_len: int, kv_len: int, trees: dict[int, np.ndarray]) -> torch.Tensor | None:
+        if q_len == 1 and (kv_lens == kv_len).all() and not trees:
             return None
         last_visible = kv_lens[:, None] - q_len + np.arange(q_len)  # [B, Q]: query j is position kv_len - q_len + j
         hidden = np.arange(kv_len) > last_visible[:, :, None]  # [B, Q, L]
+        for b, sees in trees.items():  # [m, n]
+            hidden[b, q_len - len(sees) :, kv_lens[b] - sees.shape[1] : kv_lens[b]] = ~sees
         [hidden] = upload(self.device, hidden)
         mask = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, float("-inf"))
         return mask[:, None].repeat(1, 1, self.group_size, 1)  # [B, 1, G*Q, L]

@@ -19,13 +19,13 @@ After PagedAttention in vLLM (Kwon et al. 2023, "Efficient Memory Management for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from minispec.core import Request
+from minispec.core import Request, Row
 from minispec.kv.radix import RadixTree
 
 
@@ -232,6 +232,32 @@ class KVPool:
         if keep < request.num_pages:
             self.allocator.free(self._pages(self.slots(request)[keep * self.page_size :]))
             request.num_pages = keep
+
+    def moves(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:
+        """How to bring accepted paths of trees to consecutive positions: int64 targets [B, D], sources [R, D], slots.
+
+        When the last logits row that counts of request b is r, what lies at the slots sources[r] belongs to targets[b].
+        D is the length of the longest path. Shorter ones, and rows without drafts, are filled with moves that do
+        nothing: of a slot to itself, or of the last committed token's.
+        """
+        paths = [[row.path(last) for last in range(-1, len(row.drafts))] for row in rows]
+        depth = max(len(path) for its_paths in paths for path in its_paths)
+        targets, sources = [], []
+        for row, its_paths in zip(rows, paths, strict=True):
+            window = self.slots(row.request)[row.end - 1 :]  # [0] is the last committed token's
+            own = [place if place <= len(row.drafts) else 0 for place in range(1, depth + 1)]
+            targets.append(window[own])
+            sources += [window[[1 + draft for draft in path] + own[len(path) :]] for path in its_paths]
+        return np.stack(targets), np.stack(sources)
+
+    def repoint(self, row: Row, path: Sequence[int]) -> None:
+        """With pages of one slot nothing is moved: positions from `row.end` on name the slots of the drafts in `path`.
+
+        The slots of the other drafts come behind them. Does nothing with larger pages, or for a chain.
+        """
+        if row.parents and self.page_size == 1:
+            window = self.slots(row.request)[row.end : row.end + len(row.drafts)]
+            window[:] = window[[*path, *(draft for draft in range(len(window)) if draft not in path)]]
 
     def commit_prefix(self, request: Request, length: int | None = None) -> None:
         """Hand the whole pages of tokens[:length] to the radix tree, and keep them locked while the request goes on.

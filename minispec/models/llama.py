@@ -89,12 +89,10 @@ class DecoderLayer(nn.Module):
 
     def weight_views(self) -> dict[str, torch.Tensor]:
         """Name in a checkpoint, relative to the layer -> the part of our parameters that it fills."""
-        norms = {
-            "input_layernorm.weight": self.attention_norm.weight,
-            "post_attention_layernorm.weight": self.mlp_norm.weight,
-        }
+        norms = {"input_layernorm": self.attention_norm, "post_attention_layernorm": self.mlp_norm}
+        views = {f"{name}.weight": norm.weight for name, norm in norms.items() if isinstance(norm, RMSNorm)}
         parts = {"self_attn": self.attention, "mlp": self.mlp}
-        return norms | {
+        return views | {
             f"{at}.{name}": view for at, part in parts.items() for name, view in part.weight_views().items()
         }
 

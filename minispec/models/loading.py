@@ -104,7 +104,7 @@ def read_config(folder: Path) -> ModelConfig:
     generation = folder / "generation_config.json"
     try:
         return ModelConfig.from_hf(
-            _read_json(folder / "config.json"), _read_json(generation) if generation.is_file() else {}
+            read_json(folder / "config.json"), read_json(generation) if generation.is_file() else {}
         )
     except ModelLoadError:
         raise
@@ -170,7 +170,7 @@ def _weight_files(folder: Path) -> list[Path]:
                 f"{folder} holds no model.safetensors and no index of shards (only safetensors are read)"
             )
         return [folder / "model.safetensors"]
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelLoadError(f"{index} holds no weight_map from tensor names to file names")
     names = sorted(set(weight_map.values()))
@@ -215,7 +215,8 @@ def _from_hub(name: str) -> Path:
         raise ModelLoadError(f"cannot fetch {name!r} from the Hugging Face hub: {reason} {hint}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ModelLoadError when it holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

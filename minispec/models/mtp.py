@@ -87,13 +87,19 @@ class MTPWeights:
     """MTP modules in order of depth and the head that they share, ready to run.
 
     draft_ids: int64 [V'], the target's id of each row of the head; None: the rows are the target's vocabulary.
-    embedding: the modules' own; None: the target's.
+    config: sizes of the modules' layer. rotary: positions [N] -> cos, sin [N, 1, D]. numbers: that a token reads of one
+    module. embedding: the modules' own; None: the target's.
+    layers: of the target, whose inputs, side by side, are what the first module reads; none: its final hidden states.
     """
 
-    modules: list[MTPModule]
-    head: Linear
+    modules: list[nn.Module]
+    head: nn.Module
     draft_ids: torch.Tensor | None
+    config: ModelConfig
+    rotary: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    numbers: int
     embedding: nn.Embedding | None = None
+    layers: tuple[int, ...] = ()
 
 
 class NoMTPModule(ModelLoadError):
@@ -117,16 +123,16 @@ def load_mtp(
     different ids of the target.
     """
     found: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
-    draft_ids, num_layers = None, target.config.num_layers
+    config, draft_ids, num_layers = target.config, None, target.config.num_layers
     for name, tensor in tensors:
         if name == "d2t":
-            draft_ids = _target_ids(tensor, target.config.vocab_size).to(device)
+            draft_ids = target_ids(tensor, config.vocab_size).to(device)
         for family, (pattern, _) in FAMILIES.items():
             match = re.match(pattern, name)
             if match and (family != "deepseek" or int(match[1]) >= num_layers):
                 found.setdefault((family, int(match[1])), {})[name[match.end() :]] = tensor
     if not found:
-        wanted, promised = f"model.layers.{num_layers}.eh_proj.weight", target.config.num_mtp
+        wanted, promised = f"model.layers.{num_layers}.eh_proj.weight", config.num_mtp
         promise = f", though its config promises {promised}" if promised else ""
         raise NoMTPModule(f"the checkpoint holds no MTP module for this target (tensors such as {wanted}){promise}")
     family = min(found)[0]
@@ -138,22 +144,30 @@ def load_mtp(
     own_head = _own(found, HEAD, lambda: target.head.plain_weight)  # which may be a copy: only if it is needed
     modules = []
     for (family, index), parts in sorted(found.items()):
-        module = MTPModule(target.config, hidden_first=family == "mimo", dtype=dtype, device=device)
-        _fill(module, parts, FAMILIES[family][1], f"MTP module {index}")
+        module = MTPModule(config, hidden_first=family == "mimo", dtype=dtype, device=device)
+        fill_module(module.weight_views(FAMILIES[family][1]), parts, f"MTP module {index}")
         modules.append(module.eval())
-    head, parts = target.head, nn.ModuleList(modules)
+    H, experts = config.hidden_size, config.moe.experts_per_token if config.moe else None
+    numbers = config.layer_parameters(config.num_layers, experts) + 2 * H**2 + 3 * H
+    head = target.head
     if draft_ids is not None or quantization or own_head is not None:
         rows = head.plain_weight if own_head is None else own_head
         rows = rows if draft_ids is None else rows[draft_ids]
         head = Linear(rows.shape[1], rows.shape[0], dtype=dtype, device=device)
         head.weight.copy_(rows)
-        parts.append(head)
+    make_quick(modules if head is target.head else [*modules, head], quantization)
+    embedding = None if embedding is None else nn.Embedding.from_pretrained(embedding)
+    return MTPWeights(modules, head, draft_ids, config, target.rotary, numbers, embedding)
+
+
+def make_quick(parts: Iterable[nn.Module], quantization: str | None) -> None:
+    """Quantize, if so asked, and pack the matrices of what a head does not share with the target."""
+    own = nn.ModuleList(parts)
     if quantization:
-        quantize(parts, quantization)
-    for part in parts.modules():
+        quantize(own, quantization)
+    for part in own.modules():
         if isinstance(part, Linear):
             part.pack()
-    return MTPWeights(modules, head, draft_ids, None if embedding is None else nn.Embedding.from_pretrained(embedding))
 
 
 def _own(
@@ -195,7 +209,8 @@ def save_mtp(
     Path(path).chmod(0o644)  # safetensors writes files that only their owner can read
 
 
-def _target_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def target_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """int64 [V'] from the differences in a file. Raises ModelLoadError unless they lead to different known ids."""
     if d2t.dim() != 1 or len(d2t) == 0 or d2t.dtype not in (torch.int16, torch.int32, torch.int64):
         raise ModelLoadError(f"d2t must be a list of whole numbers, got {d2t.dtype} {list(d2t.shape)}")
     ids = d2t.long() + torch.arange(len(d2t))
@@ -206,8 +221,8 @@ def _target_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return ids
 
 
-def _fill(module: MTPModule, parts: dict[str, torch.Tensor], names: Mapping[str, str], what: str) -> None:
-    views = module.weight_views(names)
+def fill_module(views: dict[str, torch.Tensor], parts: dict[str, torch.Tensor], what: str) -> None:
+    """Copy a head file's tensors into the parts of our parameters; raise ModelLoadError for one that does not fit."""
     for name, view in views.items():
         if name not in parts:
             raise ModelLoadError(f"{what}: tensor {name} is missing")

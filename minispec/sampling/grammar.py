@@ -4,7 +4,7 @@ A constraint is a cursor over the committed tokens, as a drafter is. Before each
 since, walks over the drafts, noting at each position which tokens may stand there, and goes back to where it was.
 
     committed  { "a" :            drafts  4 2 x 7                      x cannot stand there, so the draft ends before it
-                       ^ cursor   masks   after :   after 4   after 2
+                       ^ cursor   masks   after :   after 4   after 2    of a tree, with all that follows x
 
 The masks belong to the target distribution p, like a logit_bias of minus infinity, so speculation stays exact. A draft
 that is cut because of the token that was drawn must have come from what remains of q: q is masked and scaled too, and
@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,22 +97,33 @@ class Constraint:
         self._matcher, self._vocab_size, self._eos_ids = matcher, vocab_size, eos_ids
         self._read = 0  # tokens of the output
 
-    def masks(self, output: Sequence[int], drafts: Sequence[int]) -> np.ndarray:
-        """bool [1 + n, V]: what may follow the committed output and each of the first n drafts, those that may stand.
+    def masks(
+        self, output: Sequence[int], drafts: Sequence[int], paths: Sequence[Sequence[int]] | None = None
+    ) -> tuple[np.ndarray, list[int]]:
+        """bool [1 + n, V]: what may follow the committed output and each of n drafts; the numbers of these drafts.
 
-        All False, which ends the request with an error, when the parser gives up.
+        They are those that may stand where they do. paths: of each draft, see `Row.path`; None: of a chain. All False,
+        which ends the request with an error, when the parser gives up.
         """
         self._matcher.try_consume_tokens(list(output[self._read :]))
         self._read = max(self._read, len(output))
-        masks = [self._allowed()]
-        for token in drafts:
-            if token in self._eos_ids or not self._matcher.try_consume_tokens([token]):
-                break
-            masks.append(self._allowed())
-        self._matcher.rollback(len(masks) - 1)
-        if len(masks) <= len(drafts) and masks[-1][token := drafts[len(masks) - 1]]:  # the end: what follows is dropped
-            masks.append(np.arange(self._vocab_size) == token)
-        return np.stack(masks)
+        masks, ends, behind = {-1: self._allowed()}, set(), []  # by draft; the drafts that the matcher stands behind
+        for draft, token in enumerate(drafts):
+            *before, _ = range(draft + 1) if paths is None else paths[draft]
+            parent = before[-1] if before else -1
+            if parent in ends or parent not in masks or not masks[parent][token]:
+                continue
+            shared = len(commonprefix([behind, before]))
+            self._matcher.rollback(len(behind) - shared)
+            self._matcher.try_consume_tokens([drafts[each] for each in before[shared:]])
+            behind = before
+            if token not in self._eos_ids and self._matcher.try_consume_tokens([token]):
+                masks[draft], behind = self._allowed(), [*before, draft]
+            else:  # the end: what follows is dropped
+                masks[draft] = np.arange(self._vocab_size) == token
+                ends.add(draft)
+        self._matcher.rollback(len(behind))
+        return np.stack(list(masks.values())), list(masks)[1:]
 
     def _allowed(self) -> np.ndarray:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -128,10 +140,10 @@ def constrain(rows: Iterable[Row], device: torch.device) -> None:
         request = row.request
         if request.constraint is None:
             continue
-        masks = request.constraint.masks(request.tokens[len(request.prompt) : row.end], row.drafts)
-        kept = len(masks) - 1
-        row.drafts, row.allowed = row.drafts[:kept], torch.from_numpy(masks).to(device)
+        output, paths = request.tokens[len(request.prompt) : row.end], [row.path(i) for i in range(len(row.drafts))]
+        masks, kept = request.constraint.masks(output, row.drafts, paths)
+        row.keep(kept)
+        row.allowed = torch.from_numpy(masks).to(device)
         if row.q is not None:
-            q = row.q[:kept]
-            left = q * row.allowed[:kept]
-            row.q = torch.where(is_distribution(q)[:, None], left / left.sum(-1, keepdim=True), q)
+            left = row.q * row.allowed[[1 + parent for parent in row.lineage]]
+            row.q = torch.where(is_distribution(row.q)[:, None], left / left.sum(-1, keepdim=True), row.q)

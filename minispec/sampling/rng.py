@@ -6,6 +6,7 @@ prompt or after a preemption, and no stream has to be saved, restored or skipped
 
     position   index, in prompt + output, of the token that is being chosen
     purpose    what the number decides there; one position may need a draft, a test and a choice
+    branch     which of several at the same position, where drafts are a tree; 0 in a chain
 
 Knows: Philox and how its bits become a float. Does not know: requests, distributions, devices.
 Taught in notebook 11 (lossless).
@@ -47,10 +48,11 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     return np.stack((c0, c1, c2, c3))
 
 
-def _random_words(seeds: ArrayLike, positions: ArrayLike, purpose: Purpose) -> np.ndarray:
-    """[4, R] random words for R seeds and positions (either may be one number)."""
-    seed, position = np.broadcast_arrays(np.asarray(seeds, np.uint64), np.asarray(positions, np.uint64))
-    words = np.full_like(position, int(purpose)), np.zeros_like(position)
+def _random_words(seeds: ArrayLike, positions: ArrayLike, purpose: Purpose, branches: ArrayLike = 0) -> np.ndarray:
+    """[4, R] random words for R seeds, positions and branches (each may be one number)."""
+    arrays = (np.asarray(numbers, np.uint64) for numbers in (seeds, positions, branches))
+    seed, position, branch = np.broadcast_arrays(*arrays)
+    words = np.full_like(position, int(purpose)), branch
     counter = np.stack((position & _LOW, position >> _32, *words))
     return philox4x32(counter, np.stack((seed & _LOW, seed >> _32)))
 
@@ -63,9 +65,12 @@ def _unit_interval(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return (((high << _32) | low) >> np.uint64(11)) * 2.0**-53
 
 
-def uniforms(seeds: ArrayLike, positions: ArrayLike, purpose: Purpose) -> np.ndarray:
-    """float64 [R] uniform in [0, 1), one for each pair of seed [R] and position [R] (below 2**64, not negative)."""
-    words = _random_words(seeds, positions, purpose)
+def uniforms(seeds: ArrayLike, positions: ArrayLike, purpose: Purpose, branches: ArrayLike = 0) -> np.ndarray:
+    """float64 [R] uniform in [0, 1), one for each seed [R], position [R] and branch [R] (not negative).
+
+    Seeds and positions are below 2**64, branches below 2**32: what tells drafts of a tree apart at one position.
+    """
+    words = _random_words(seeds, positions, purpose, branches)
     return _unit_interval(words[0], words[1])
 
 

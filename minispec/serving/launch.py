@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOG_LEVELS = ("debug", "info", "warning", "error")
-ALGORITHMS = ("EAGLE", "NEXTN", "STANDALONE", "NGRAM")
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 DTYPES = {"half": "float16", "float": "float32"}  # SGLang's other names
 START_SECONDS = 60.0
 
@@ -63,8 +63,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--speculative-draft-model-path", "--speculative-draft-model", "--speculative-draft", metavar="PATH",
         help="STANDALONE: the draft model; EAGLE, NEXTN: a .safetensors head, None: the target's own")  # fmt: skip
     add("--speculative-num-steps", type=int, metavar="K", help="draft tokens per step")
-    add("--speculative-num-draft-tokens", type=int, metavar="N", help="tokens verified per step, K + 1")
-    add("--speculative-eagle-topk", type=int, default=1, metavar="N", help="1: chains, no trees")
+    add("--speculative-num-draft-tokens", type=int, metavar="N", help="tokens verified per step; K + 1 in a chain")
+    add(
+        "--speculative-eagle-topk",
+        type=int,
+        default=1,
+        metavar="N",
+        help="drafts that follow each token; above 1: trees",
+    )
     add("--speculative-config", metavar="JSON", help="fields of SpeculativeConfig, instead of the flags above")
     add = parser.add_argument_group("HTTP").add_argument
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one")
@@ -91,37 +97,41 @@ def speculative_options(args: argparse.Namespace) -> dict[str, Any] | None:
     """The speculative flags as fields of SpeculativeConfig; None without them.
 
     NEXTN and EAGLE are the target's MTP module (or a head file). EAGLE with an ordinary language model is STANDALONE.
+    EAGLE3 is an EAGLE head of any version. A topk above 1 makes drafts trees.
     """
     name, draft = args.speculative_algorithm, args.speculative_draft_model_path
     steps, verified = args.speculative_num_steps, args.speculative_num_draft_tokens
-    if args.speculative_eagle_topk != 1:
-        raise ConfigError(f"--speculative-eagle-topk {args.speculative_eagle_topk}: drafts are chains here, so only 1")
+    topk = args.speculative_eagle_topk
     if args.speculative_config is not None:
-        if not (name is draft is steps is verified is None):
+        if not (name is draft is steps is verified is None and topk == 1):
             raise ConfigError("--speculative-config holds all settings: leave the other --speculative flags out")
         try:
             return json.loads(args.speculative_config)
         except ValueError as error:
             raise ConfigError(f"--speculative-config {args.speculative_config!r:.80} is not JSON: {error}") from error
     if name is None:
-        if not (draft is steps is verified is None):
+        if not (draft is steps is verified is None and topk == 1):
             raise ConfigError(f"--speculative flags need --speculative-algorithm, one of {', '.join(ALGORITHMS)}")
         return None
     if name not in ALGORITHMS:
         raise ConfigError(f"--speculative-algorithm {name!r} must be one of {', '.join(ALGORITHMS)}")
-    if steps is not None and verified is not None and verified != steps + 1:
+    if topk == 1 and steps is not None and verified is not None and verified != steps + 1:
         raise ConfigError(
             f"--speculative-num-draft-tokens {verified} counts the {steps} drafts of --speculative-num-steps and the "
             f"token before them: it must be {steps + 1}, or be left out"
         )
-    if steps is None and verified is not None:
+    if topk == 1 and steps is None and verified is not None:
         steps = verified - 1
     options: dict[str, Any] = {} if steps is None else {"candidate_length": steps}
+    if topk != 1:
+        options |= {"topk": topk} | ({} if verified is None else {"num_draft_tokens": verified - 1})
     if name == "NGRAM":
         if draft is not None:
             raise ConfigError(f"--speculative-draft-model-path {draft!r}: NGRAM needs no model")
         return options | {"draft_model": "ngram"}
     options.setdefault("candidate_length", 3)
+    if name == "EAGLE3":
+        return options | {"draft_model": "eagle", "draft_head": draft}
     if name != "STANDALONE" and draft in (None, args.model_path):
         return options | {"draft_model": "mtp"}
     if name != "STANDALONE" and Path(draft).suffix == ".safetensors":

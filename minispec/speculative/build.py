@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -19,17 +20,18 @@ from minispec.config import ConfigError, SpeculativeConfig
 from minispec.device import choose_device, choose_dtype
 from minispec.kv.pool import KVPool
 from minispec.models.config import ModelLoadError
+from minispec.models.eagle import load_eagle
 from minispec.models.embedded import EMBEDDED_MODEL, embedded_path
 from minispec.models.loading import ASSETS, LoadedModel, load_model, read_safetensors, read_tensors
-from minispec.models.mtp import NoMTPModule, load_mtp
+from minispec.models.mtp import MTPWeights, NoMTPModule, load_mtp
 from minispec.runner import ModelRunner
 from minispec.speculative.drafter import Drafter
-from minispec.speculative.model import EarlyExitDrafter, MTPDrafter, StandaloneDrafter
+from minispec.speculative.model import EagleDrafter, EarlyExitDrafter, MTPDrafter, StandaloneDrafter
 from minispec.speculative.ngram import NgramDrafter
 
 log = logging.getLogger(__name__)
 
-BUILT_IN = ("auto", "ngram", "mtp", "early-exit")
+BUILT_IN = ("auto", "ngram", "mtp", "eagle", "early-exit")
 EMBEDDED_HEAD = ASSETS / f"{EMBEDDED_MODEL}-mtp.safetensors"
 
 
@@ -58,7 +60,8 @@ def prepare_drafters(
     prepared: list[Prepared] = []
     for name in ("mtp", "ngram") if config.draft_model == "auto" else config.drafters:
         if name == "ngram":
-            prepared.append(Prepared(lambda runner, pool: NgramDrafter(config.ngram_max, config.ngram_min)))
+            copy = NgramDrafter(config.ngram_max, config.ngram_min, config.topk, config.candidate_length)
+            prepared.append(Prepared(lambda runner, pool, copy=copy: copy))
             continue
         try:
             prepared.append(_model_drafter(name, config, loaded, dtype, device))
@@ -75,15 +78,17 @@ def _model_drafter(
     choice = {
         "sampled": config.draft_sampling == "probabilistic",
         "least_confidence": config.draft_confidence_threshold,
+        "topk": config.topk,
+        "depth": config.candidate_length,
     }
+    where = {"dtype": dtype, "device": device, "quantization": config.draft_quantization}
+    if name == "eagle":
+        weights = load_eagle(Path(config.draft_head).expanduser(), loaded.model, **where)
+        return _reader(EagleDrafter, weights, dtype, choice)
     if name == "mtp":
-        tensors = _mtp_tensors(config.draft_head, loaded)
-        where = {"dtype": dtype, "device": device, "quantization": config.draft_quantization}
-        weights = load_mtp(tensors, loaded.model, **where)
+        weights = load_mtp(_mtp_tensors(config.draft_head, loaded), loaded.model, **where)
         used = replace(weights, modules=weights.modules[: config.candidate_length])  # a later one would never draft
-        count, hidden = len(used.modules), loaded.config.hidden_size * dtype.itemsize
-        size = (count + 1) * hidden + count * replace(loaded.config, num_layers=1).kv_bytes_per_token(dtype)
-        return Prepared(partial(MTPDrafter, used, dtype=dtype, **choice), size, count, reads_hidden=True)
+        return _reader(MTPDrafter, used, dtype, choice)
     if name == "early-exit":
         layers, most = config.early_exit_layers or max(1, loaded.config.num_layers // 4), loaded.config.num_layers - 1
         if layers > most:
@@ -100,6 +105,14 @@ def _model_drafter(
     shared = here == device
     size = draft.config.kv_bytes_per_token(dtype) if shared else 0
     return Prepared(partial(StandaloneDrafter, draft.model, **choice), size, int(shared))
+
+
+def _reader(kind: type[MTPDrafter], weights: MTPWeights, dtype: torch.dtype, choice: dict[str, Any]) -> Prepared:
+    """A drafter that reads the target's hidden states and keeps those of its modules."""
+    count, config = len(weights.modules), weights.config
+    hidden = (max(1, len(weights.layers)) + count) * config.hidden_size * dtype.itemsize
+    size = hidden + count * replace(config, num_layers=1).kv_bytes_per_token(dtype)
+    return Prepared(partial(kind, weights, dtype=dtype, **choice), size, count, reads_hidden=True)
 
 
 def _draft_device(name: str) -> torch.device:

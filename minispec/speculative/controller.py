@@ -6,7 +6,8 @@ So a step with B decoding requests and n draft tokens, the most promising ones f
 
     (B + S of the n tokens) / (T(rows + n) + depth * D(drafting requests))        tokens per second
 
-and the controller takes the n and the depth at which that is highest, or no drafts. T and D are measured
+and the controller takes the n and the depth at which that is highest, or no drafts. Drafts of a tree come best first,
+so n is its size, and S_j the chance of its j-th best draft, whatever its depth. T and D are measured
 (costs.StepCost), S is the windowed acceptance of the request and of all text of its kind (costs.Acceptance). Candidate
 length, fall-back, the choice between two drafters and what a full batch can bear are one decision. Limits of
 `SpeculativeConfig` come on top, each with its own name in `metrics.choices`:
@@ -93,7 +94,7 @@ class Controller:
         models = [guard for guard in guards if guard not in copies]
         assert len(copies) <= 1 and len(models) <= 1, "one n-gram drafter and one other at most"
         self.copier, self.model = (copies or [None])[0], (models or [None])[0]
-        self.target_cost, self.draft_cost = StepCost(), StepCost()
+        self.target_cost, self.draft_cost, self._trees = StepCost(), StepCost(), config.topk > 1
         self._states: dict[Request, _State] = {}
         self._kinds: dict[tuple[str, int], Acceptance] = {}
         self._ended: list[Request] = []  # requests that drafters may still know
@@ -116,7 +117,7 @@ class Controller:
     @property
     def most(self) -> int:
         """Draft tokens of a request in a step that there must be room for."""
-        return self.config.candidate_length if self.on else 0
+        return self.config.most_drafts if self.on else 0
 
     def choose(self, step: Step) -> None:
         """Cut `row.max_drafts` of the decoding rows to the drafts that they shall have, and say who drafts.
@@ -147,10 +148,10 @@ class Controller:
             lengths = self._by_gain(open_rows, caps, copies, budget, len(rows), other_rows, context)
         else:
             lengths = self._fixed(open_rows, caps, copies)
-        for row, length, (tokens, q) in zip(open_rows, lengths, copies, strict=True):
+        for row, length, (tokens, q, parents) in zip(open_rows, lengths, copies, strict=True):
             row.max_drafts = length
             if self.copier is not None and row.drafter == self.copier.name:
-                row.drafts, row.q = tokens[:length], q
+                row.drafts, row.q, row.parents = tokens[:length], q, parents and parents[:length]
 
     def _closed(self, batch: int) -> str:
         """Why nobody drafts in this step, or ""."""
@@ -195,17 +196,17 @@ class Controller:
     def _look_up(self, rows: Sequence[Row], caps: Sequence[int]) -> list[Draft]:
         """Copies cost nothing, so they are fetched before deciding; how long their match is says what text it is."""
         if self.copier is None:
-            return [([], None)] * len(rows)
+            return [([], None, None)] * len(rows)
         copies, _ = self.copier.propose([row.request for row in rows], caps)
         self.copier.settle_faults()
-        for row, (tokens, _) in zip(rows, copies, strict=True):
+        for row, (tokens, *_) in zip(rows, copies, strict=True):
             row.kind = self.copier.drafter.match_length(row.request) if tokens else 0
         return copies
 
     def _fixed(self, rows: Sequence[Row], caps: Sequence[int], copies: Sequence[Draft]) -> list[int]:
         """Always as many as fit; a copy where there is one."""
         lengths = []
-        for row, cap, (copy, _) in zip(rows, caps, copies, strict=True):
+        for row, cap, (copy, *_) in zip(rows, caps, copies, strict=True):
             use_copy = bool(copy) or self.model is None or not self.model.on
             row.drafter = (self.copier if use_copy else self.model).name
             lengths.append(len(copy) if use_copy else cap)
@@ -226,7 +227,7 @@ class Controller:
         model_on, most = self.model is not None and self.model.on, max(caps)
         copied = np.zeros((len(rows), most))  # [rows, places] chance S that this draft is kept
         drawn = np.zeros((len(rows), most))
-        for b, (row, cap, (copy, _)) in enumerate(zip(rows, caps, copies, strict=True)):
+        for b, (row, cap, (copy, *_)) in enumerate(zip(rows, caps, copies, strict=True)):
             if copy:
                 copied[b, : len(copy)] = self._survival(row, self.copier.name, len(copy))
             if model_on:
@@ -281,10 +282,13 @@ class Controller:
         rows = batch + other + np.arange(1 + min(budget, copied.size))
         seconds = self.target_cost.seconds(rows, context)
         best, lengths = 0.0, np.zeros(len(copied))
-        for depth in range(drawn.shape[1] + 1) if from_model.any() else [0]:
-            # At depth 0 the draft model rests, and its requests copy where they can.
+        deepest = min(self.config.candidate_length, drawn.shape[1])
+        for depth in range(deepest + 1) if from_model.any() else [0]:
+            # At depth 0 the draft model rests, and its requests copy where they can. A tree may have more drafts than
+            # it is deep.
             own = from_model if depth else np.zeros_like(from_model)
-            chances = np.where(own[:, None], drawn * (np.arange(drawn.shape[1]) < depth), copied)
+            most = depth if depth < deepest else drawn.shape[1]
+            chances = np.where(own[:, None], drawn * (np.arange(drawn.shape[1]) < most), copied)
             order = np.argsort(-chances, axis=None, kind="stable")[:budget]
             order = order[chances.ravel()[order] > 0]
             if not len(order):
@@ -304,12 +308,14 @@ class Controller:
 
     def _survival(self, row: Row, drafter: str, length: int) -> np.ndarray:
         """[length] chance that each draft is kept."""
-        kind = self._kind_window(drafter, row.kind).chances(length, [FIRST_GUESS], PRIOR_WEIGHT, bonus=BONUS)
+        guess = [FIRST_GUESS ** (1 + place) for place in range(length if self._trees else 1)]
+        kind = self._kind_window(drafter, row.kind).chances(length, guess, PRIOR_WEIGHT, bonus=BONUS)
         window = self._state(row.request).windows.get(drafter)
-        return np.cumprod(window.chances(length, kind, KIND_WEIGHT) if window else kind)
+        chances = window.chances(length, kind, KIND_WEIGHT) if window else kind
+        return np.minimum.accumulate(chances) if self._trees else np.cumprod(chances)
 
     def _kind_window(self, drafter: str, kind: int) -> Acceptance:
-        return self._kinds.setdefault((drafter, kind), Acceptance(KIND_WINDOW))
+        return self._kinds.setdefault((drafter, kind), Acceptance(KIND_WINDOW, self._trees))
 
     # Drafting ------------------------------------------------------------------------------------------------------
 
@@ -318,8 +324,8 @@ class Controller:
         rows = self._drawn(step)
         if rows:
             drafts, step.known = self.model.propose([row.request for row in rows], [row.max_drafts for row in rows])
-            for row, (tokens, q) in zip(rows, drafts, strict=True):
-                row.drafts, row.q = tokens, q
+            for row, draft in zip(rows, drafts, strict=True):
+                row.drafts, row.q, row.parents = draft
 
     def _drawn(self, step: Step) -> list[Row]:
         """Rows whose drafts come from the draft model."""
@@ -327,15 +333,17 @@ class Controller:
 
     # After the forward ---------------------------------------------------------------------------------------------
 
-    def record(self, row: Row, accepted: int, emitted: int, *, broken: bool) -> None:
-        """Learn from one verification. broken: its q was no distribution."""
-        state, drafted = self._state(row.request), len(row.drafts)
+    def record(self, row: Row, path: Sequence[int], emitted: int, *, broken: bool) -> None:
+        """Learn from one verification that kept the drafts of `path`. broken: its q was no distribution."""
+        state, drafted, accepted = self._state(row.request), len(row.drafts), len(path)
         if broken:
             self.guards[row.drafter].fault("q is no distribution", "its draft is dropped")
-        self.metrics.by_drafter.setdefault(row.drafter, SpeculationCounts()).record(drafted, accepted, emitted)
-        window = state.windows.setdefault(row.drafter, Acceptance(self.config.acceptance_window))
-        window.record(drafted, accepted)
-        self._kind_window(row.drafter, row.kind).record(drafted, accepted)
+        self.metrics.by_drafter.setdefault(row.drafter, SpeculationCounts()).record(
+            drafted, accepted, emitted, row.depth
+        )
+        window = state.windows.setdefault(row.drafter, Acceptance(self.config.acceptance_window, self._trees))
+        window.record(drafted, accepted, path)
+        self._kind_window(row.drafter, row.kind).record(drafted, accepted, path)
         state.verified += 1
         state.rejections = 0 if accepted else state.rejections + 1
         self._steer(state, window)
@@ -347,7 +355,7 @@ class Controller:
             low, high = config.target_acceptance
             move = (window.rate > high) - (window.rate < low)
             least = max(1, config.min_candidate_length)
-            state.longest = min(max(state.longest + move, least), config.candidate_length)
+            state.longest = min(max(state.longest + move, least), config.most_drafts)
         if len(window.recent) >= evidence and window.rate < config.fallback_threshold:
             state.fallbacks += 1
             self.metrics.fallbacks += 1
@@ -365,7 +373,7 @@ class Controller:
     def end_step(self, step: Step, draft_seconds: float, other_seconds: float, emitted: int) -> None:
         """Learn what the step cost, the drafting and all the rest."""
         drawn, decoding = self._drawn(step), [row for row in step.rows if row.emits]
-        passes = max((len(row.drafts) for row in drawn), default=0)
+        passes = min(max((len(row.drafts) for row in drawn), default=0), self.config.candidate_length)
         # A request's first draft is dear: the draft model reads the prompt.
         if passes and all(self._state(row.request).verified > 1 for row in drawn):
             self.draft_cost.record(len(drawn), draft_seconds / passes)
@@ -425,7 +433,7 @@ class Controller:
 
     def _state(self, request: Request) -> _State:
         if request not in self._states:
-            self._states[request] = _State(longest=self.config.candidate_length)
+            self._states[request] = _State(longest=self.config.most_drafts)
         return self._states[request]
 
     def _count(self, reason: str) -> None:

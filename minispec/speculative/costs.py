@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -102,6 +103,8 @@ def bucket(rows: float) -> int:
 class Acceptance:
     """How far the drafts of the last `size` verifications were kept.
 
+    Of trees (`tree`) each draft is counted for itself, by its place in the order of the draft: first the best.
+
     >>> window = Acceptance(3)
     >>> for accepted in (0, 3, 1, 2):  # the first one is forgotten
     ...     window.record(3, accepted)
@@ -109,26 +112,29 @@ class Acceptance:
     (0.67, [0.71, 0.69, 0.63])
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, tree: bool = False) -> None:
         self.recent: deque[tuple[int, int]] = deque()
-        self.size = size
-        self._reached: list[int] = []  # verifications in which all drafts before this place were kept
+        self.size, self.tree = size, tree
+        self._paths: deque[Sequence[int]] = deque()  # of `recent`
+        self._reached: list[int] = []  # verifications in which all drafts before this place were kept; of a tree, all
         self._kept: list[int] = []  # of these, those that kept this one too
 
-    def record(self, drafted: int, accepted: int) -> None:
-        """Count one verification; drafted > 0."""
+    def record(self, drafted: int, accepted: int, path: Sequence[int] | None = None) -> None:
+        """Count one verification; drafted > 0. path: places of the drafts that were kept; None: the first ones."""
+        path = range(accepted) if path is None else path
         missing = drafted - len(self._reached)
         self._reached += [0] * missing
         self._kept += [0] * missing
-        self._add(drafted, accepted, 1)
+        self._add(drafted, path, 1)
         self.recent.append((drafted, accepted))
+        self._paths.append(path)
         if len(self.recent) > self.size:
-            self._add(*self.recent.popleft(), -1)
+            self._add(self.recent.popleft()[0], self._paths.popleft(), -1)
 
-    def _add(self, drafted: int, accepted: int, sign: int) -> None:
-        for place in range(min(drafted, accepted + 1)):
+    def _add(self, drafted: int, path: Sequence[int], sign: int) -> None:
+        for place in range(drafted if self.tree else min(drafted, len(path) + 1)):
             self._reached[place] += sign
-            self._kept[place] += sign * (place < accepted)
+            self._kept[place] += sign * (place in path)
 
     @property
     def rate(self) -> float:
@@ -137,7 +143,7 @@ class Acceptance:
         return sum(a for _, a in self.recent) / drafted if drafted else 0.0
 
     def chances(self, length: int, prior: list[float], weight: float, bonus: float = 0.0) -> list[float]:
-        """[length] chance that the draft at each place is kept if all before it were.
+        """[length] chance that the draft at each place is kept if all before it were (of a tree, whatever was).
 
         prior: what to expect of the first places, as much as if `weight` verifications had said so; each place behind
         them is expected to be like the one before. bonus: standard errors to add, so that what was seldom tried looks

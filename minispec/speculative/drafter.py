@@ -24,14 +24,19 @@ if TYPE_CHECKING:
 class Proposal:
     """Draft tokens of one step.
 
-    tokens: one list per request, at most as long as asked; an empty one means no idea, decode as usual.
+    tokens: one list per request, at most as long as asked; an empty one means no idea, decode as usual. The first n of
+    a list must be a draft of their own, because there may be room for n.
     A model's drafts may be known to the device alone: the lists hold what stands for them, see `core.known_tokens`.
     q: per request, the distributions that its drafts were really drawn from, float32 [len(tokens[b]), V] on the
     target's device, or None when they were chosen without chance (copied, or an argmax). None for all of them.
+    For a child of a tree that was drawn without replacement that is q without its elder siblings, normalised.
+    parents: per request, the number of the draft that each one follows (-1: the committed tokens), lower than its own,
+    and siblings differ; or None for a chain, in which each follows the one before. None for all of them.
     """
 
     tokens: list[list[int]]
     q: Sequence[Tensor | None] | None = None
+    parents: Sequence[list[int] | None] | None = None
     known: Tensor | None = None  # int64, on the target's device
 
     def on_host(self) -> list[list[int]]:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 RECOVERED = 100  # proposals in a row without a fault after which earlier faults are forgotten
 
-Draft = tuple[list[int], "Tensor | None"]  # token ids, and q or None as in Proposal
+Draft = tuple[list[int], "Tensor | None", list[int] | None]  # token ids, q and parents as in Proposal
 
 
 class Guard:
@@ -50,14 +50,15 @@ class Guard:
 
         It may run beside the host's work, so a fault is kept until `settle_faults`.
         """
-        nothing: list[Draft] = [([], None) for _ in requests]
+        nothing: list[Draft] = [([], None, None) for _ in requests]
         if not self.on or not requests:
             return nothing, None
         try:
             proposal = self.drafter.propose(requests, lengths)
-            qs = proposal.q or [None] * len(requests)
+            qs, trees = (column or [None] * len(requests) for column in (proposal.q, proposal.parents))
             least = 0 if proposal.known is None else UNKNOWN - len(proposal.known) + 1
-            drafts = [self._checked(*each, least) for each in zip(lengths, proposal.tokens, qs, strict=True)]
+            columns = lengths, proposal.tokens, qs, trees
+            drafts = [self._checked(*each, least) for each in zip(*columns, strict=True)]
         except Exception as error:
             self._caught.append(error)
             return nothing, None
@@ -66,7 +67,9 @@ class Guard:
             self._attempts = self._most_attempts
         return drafts, proposal.known
 
-    def _checked(self, length: int, tokens: Sequence[int], q: Tensor | None, least: int) -> Draft:
+    def _checked(
+        self, length: int, tokens: Sequence[int], q: Tensor | None, parents: Sequence[int] | None, least: int
+    ) -> Draft:
         """The draft as plain ints; ValueError or TypeError when it is not what was asked for. least: of all ids."""
         tokens = [operator.index(token) for token in tokens]
         if len(tokens) > length or not all(least <= token < self.vocab_size and token != -1 for token in tokens):
@@ -77,7 +80,14 @@ class Guard:
             raise TypeError(f"q must be a dense tensor of floating-point numbers, got {type(q).__name__}")
         if q is not None and q.is_meta:
             raise TypeError("q holds no numbers: it is on the meta device")
-        return tokens, q
+        if parents is not None:
+            parents = [operator.index(parent) for parent in parents]
+            earlier = all(-1 <= parent < draft for draft, parent in enumerate(parents))
+            if len(parents) != len(tokens) or not earlier or len({*zip(parents, tokens, strict=True)}) < len(tokens):
+                raise ValueError(
+                    f"parents {parents} of drafts {tokens}: each an earlier draft or -1, siblings different"
+                )
+        return tokens, q, parents
 
     def release(self, request: Request) -> None:
         """See `Drafter.release`."""

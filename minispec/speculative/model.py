@@ -8,6 +8,9 @@ only, and whatever the radix tree finds is valid for the draft model as well. Th
     catch up              o o o              one ragged forward; its last output is draft 7
     extend                      ~ ~          rows of drafts 7 and 8 give drafts 8 and 9; not exact, overwritten later
 
+With topk > 1 the drafts are a tree (growing.py), and a forward extends a whole level of it. Of its draft rows nothing
+is kept, so they need not follow the accepted path when the target's do.
+
 One bit per slot says whether its draft row is exact; the cursor of a request is the length of its exact run. A prompt
 read in chunks, a prefix from the cache, a draft kept in part, a step without drafts, a preemption: all of them only
 leave the run shorter, and the next catch-up closes the gap.
@@ -25,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from minispec.config import MAX_CANDIDATE_LENGTH
 from minispec.core import UNKNOWN, Request, StepLayout
 from minispec.device import upload
 from minispec.graphs import Program
@@ -32,9 +36,10 @@ from minispec.kv.pool import KVPool
 from minispec.models.llama import CausalLM
 from minispec.models.mtp import MTPWeights
 from minispec.runner import ModelRunner, Segment, Tenant, pack
-from minispec.sampling.distribution import LogitRow, needs_processing, probabilities, process_logits, sample
+from minispec.sampling.distribution import needs_processing, probabilities, process_logits, sample
 from minispec.sampling.rng import Purpose, uniforms
 from minispec.speculative.drafter import Proposal
+from minispec.speculative.growing import GrowingTree
 
 CATCH_UP_ROWS = 512  # most rows of one request in one catch-up forward; a long prompt takes several
 
@@ -44,7 +49,8 @@ class ModelDrafter:
 
     runner: the target's. pool: slots, table and exact bits. sampled: draw drafts from q at the request's own
     parameters when it samples; otherwise take the argmax and report a one-hot q. Both are exact. least_confidence: see
-    `SpeculativeConfig.draft_confidence_threshold`. Subclasses pass the last two on.
+    `SpeculativeConfig.draft_confidence_threshold`. topk: drafts that follow each token, a chain with 1, else a tree.
+    depth: most drafts in a row. Subclasses pass all but the first two on.
     """
 
     name: str
@@ -57,9 +63,22 @@ class ModelDrafter:
     draft_ids: torch.Tensor | None = None  # int64 [V'], the target's id of each logit; None: they are the same
 
     def __init__(
-        self, runner: ModelRunner, pool: KVPool, *, sampled: bool = True, least_confidence: float = 0.0
+        self,
+        runner: ModelRunner,
+        pool: KVPool,
+        *,
+        sampled: bool = True,
+        least_confidence: float = 0.0,
+        topk: int = 1,
+        depth: int = MAX_CANDIDATE_LENGTH,
     ) -> None:
-        self.pool, self.sampled, self.least_confidence = pool, sampled, least_confidence
+        self.pool, self.sampled, self.least_confidence, self.topk, self.depth = (
+            pool,
+            sampled,
+            least_confidence,
+            topk,
+            depth,
+        )
         self.vocab_size, self.num_text_tokens = runner.vocab_size, runner.num_text_tokens
         self.device = self.target_device = runner.device  # where drafts are computed, where they are verified
         self.attention = runner.attention
@@ -90,48 +109,43 @@ class ModelDrafter:
     def propose(self, requests: Sequence[Request], candidate_lengths: Sequence[int]) -> Proposal:
         """See `Drafter.propose`. Slots for the drafts must be reserved.
 
-        The host launches the whole round without seeing a token, unless it must: to end a draft by its confidence, or
-        to let drafts count for the penalties of the next ones.
+        The host launches the whole round without seeing a token, unless it must: to end a draft by its confidence, to
+        let drafts count for the penalties of the next ones, or to choose what grows in a tree, once for each level.
         """
         lengths = [self._clip(request, k) for request, k in zip(requests, candidate_lengths, strict=True)]
-        active = [b for b, k in enumerate(lengths) if k > 0]
-        drafts: list[list[int]] = [[] for _ in requests]
-        q_rows: list[list[torch.Tensor]] = [[] for _ in requests]
-        seen = self.least_confidence > 0 or any(needs_processing(requests[b].params) for b in active)
+        trees = [
+            GrowingTree(request, k, min(k, self.depth), self.topk) for request, k in zip(requests, lengths, strict=True)
+        ]
+        unseen = self.topk == 1 and not self.least_confidence
+        unseen &= not any(needs_processing(tree.request.params) for tree in trees if tree.level)
         depth, known = 0, None
-        while active:
-            drafting = [requests[b] for b in active]
+        while active := [tree for tree in trees if tree.level]:
+            drafting = [tree.request for tree in active]
             if depth == 0:
                 logits = self._catch_up(drafting)
             else:
-                new = depth if depth < self.chain else 1
-                starts = [len(request.tokens) + depth - new for request in drafting]
-                segments = [
-                    Segment(requests[b].table_row, start, drafts[b][-new:], 1)
-                    for b, start in zip(active, starts, strict=True)
-                ]
+                segments = [tree.segment(everything=depth < self.chain) for tree in active]
                 logits = self._run(drafting, segments, depth, known)
+            nodes = [(tree, node) for tree in active for node in tree.level]  # in the order of the logits
             if self.least_confidence:
                 kept = self._confident(logits)
-                active, logits = [active[i] for i in kept], logits[kept]
-                drafting = [requests[b] for b in active]
-                if not active:
-                    break
-            tokens, q = self._choose(logits, drafting, [drafts[b] for b in active])
-            if seen:
-                ids = tokens.tolist()
-                if -1 in ids:
-                    raise FloatingPointError("the draft model's logits are not finite")
-            else:
-                ids = [UNKNOWN - i - (0 if known is None else len(known)) for i in range(len(tokens))]
-                known = tokens if known is None else torch.cat((known, tokens))
-            for i, b in enumerate(active):
-                drafts[b].append(ids[i])
-                if q is not None and not requests[b].params.greedy:  # whose draft has no chance in it
-                    q_rows[b].append(q[i])
+                nodes, logits = [nodes[i] for i in kept], logits[kept]
+            if nodes:
+                ids, chances, qs = self._choose(logits, nodes)
+                if unseen:
+                    first = 0 if known is None else len(known)
+                    known = ids[:, 0] if known is None else torch.cat((known, ids[:, 0]))
+                    children = [[(UNKNOWN - first - i, 1.0)] for i in range(len(nodes))]
+                else:
+                    children = _seen(ids, chances)
+                for i, ((tree, node), its_children) in enumerate(zip(nodes, children, strict=True)):
+                    for rank, (token, chance) in enumerate(its_children):
+                        tree.add(node, token, chance, qs[rank][i] if self._draws(tree.request) else None)
+            for tree in active:
+                tree.next_level()
             depth += 1
-            active = [b for b in active if lengths[b] > depth]
-        return Proposal(drafts, [torch.stack(rows) if rows else None for rows in q_rows], known)
+        drafts = [tree.best() for tree in trees]
+        return Proposal(*([draft[part] for draft in drafts] for part in range(3)), known)
 
     def release(self, request: Request) -> None:  # noqa: B027
         """Nothing is kept per request: exact bits belong to slots."""
@@ -144,8 +158,8 @@ class ModelDrafter:
         return self.shift + int(gap[0]) if len(gap) else max(last, self.shift)
 
     def _clip(self, request: Request, k: int) -> int:
-        """Drafts that the draft model has positions for; none before it has a first row."""
-        if len(request.tokens) <= self.shift:
+        """Drafts that the draft model has positions for; none before it has a first row, at each depth of a tree."""
+        if len(request.tokens) <= (self.shift if self.topk == 1 else self.chain):
             return 0
         return k if self.max_len is None else max(0, min(k, self.max_len - len(request.tokens) + 1))
 
@@ -160,7 +174,7 @@ class ModelDrafter:
                 chunk = request.tokens[start : start + CATCH_UP_ROWS]
                 segments.append(Segment(request.table_row, start, chunk, 0 if behind else 1))
             logits = self._run(behind or requests, segments, 0)
-            for row, start, chunk, _ in segments:
+            for row, start, chunk, *_ in segments:
                 self.pool.draft_exact[self.pool.table.slots[row, start : start + len(chunk)]] = True
             if not behind:
                 return logits
@@ -204,34 +218,56 @@ class ModelDrafter:
         confidence = torch.exp(logits.amax(-1) - logits.logsumexp(-1))
         return torch.nonzero(~(confidence < self.least_confidence))[:, 0].tolist()  # NaN is for _choose to see
 
+    def _draws(self, request: Request) -> bool:
+        """Are its drafts drawn by chance?"""
+        return self.sampled and not request.params.greedy
+
     def _choose(
-        self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[list[int]]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One token per request from logits [B, V'], -1 where they are not finite; q [B, V] if any was drawn."""
-        tokens, q = self._chosen(logits, requests, drafts)
+        self, logits: torch.Tensor, nodes: Sequence[tuple[GrowingTree, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """From the nodes' logits [n, V'] their children: ids [n, topk] (-1 where logits are not finite), chances alike.
+
+        Also, for each rank of children, q [n, V], if any of them is drawn by chance. All on the target's device.
+        """
+        ids, chances, qs = self._chosen(logits, nodes)
         sound = torch.isfinite(logits.amax(-1))  # a NaN is the maximum of its row
-        return torch.where(sound, tokens.to(self.device), -1).to(self.target_device), q
+        ids = torch.where(sound.to(ids.device)[:, None], ids, -1)
+        return ids.to(self.target_device), chances.to(self.target_device), qs
 
     def _chosen(
-        self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[list[int]]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rows = [
-            LogitRow(r.params, r.prompt, r.output + draft, r.stop_ids) if needs_processing(r.params) else None
-            for r, draft in zip(requests, drafts, strict=True)
-        ]
-        drawn = self.sampled and not all(r.params.greedy for r in requests)
-        if not drawn and not any(rows):  # the common case needs no row over the whole vocabulary
+        self, logits: torch.Tensor, nodes: Sequence[tuple[GrowingTree, int]]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        requests = [tree.request for tree, _ in nodes]
+        rows = [tree.logit_row(node) if needs_processing(tree.request.params) else None for tree, node in nodes]
+        drawn = np.array([self._draws(request) for request in requests])
+        if not drawn.any() and not any(rows):  # the common case needs no row over the whole vocabulary
             if self.draft_ids is not None:
-                return self.draft_ids[logits.argmax(-1)], None
-            return logits[:, : self.num_text_tokens].argmax(-1), None
+                ids, chances = _likeliest(logits, self.topk)
+                return self.draft_ids[ids], chances, []
+            return *_likeliest(logits[:, : self.num_text_tokens], self.topk), []
         logits = process_logits(self._to_target(logits).to(self.target_device), rows)
-        if not drawn:
-            return logits.argmax(-1), None
-        q = probabilities(logits, [r.params for r in requests])
-        seeds = np.array([r.seed for r in requests], dtype=np.uint64)
-        positions = np.array([len(r.tokens) + len(draft) for r, draft in zip(requests, drafts, strict=True)])
-        [u] = upload(self.target_device, uniforms(seeds, positions, Purpose.DRAFT))
-        return sample(q, u), q
+        ids, chances = _likeliest(logits, self.topk)
+        if not drawn.any():
+            return ids, chances, []
+        q, columns, qs = probabilities(logits, [request.params for request in requests]), [], []
+        random = (self._uniforms(nodes, rank) for rank in range(ids.shape[1]))
+        by_chance, *random = upload(self.target_device, drawn[:, None], *random)
+        if self.topk > 1:
+            chances = torch.where(by_chance, q.topk(ids.shape[1]).values, chances)
+        for u in random:  # without replacement: each time what was drawn is taken out
+            if columns:
+                q = q.scatter(-1, columns[-1][:, None], 0.0)
+                q = q / q.sum(-1, keepdim=True)
+            columns.append(sample(q, u))
+            qs.append(q)
+        return torch.where(by_chance, torch.stack(columns, -1), ids), chances, qs
+
+    def _uniforms(self, nodes: Sequence[tuple[GrowingTree, int]], rank: int) -> np.ndarray:
+        """float64 [n] to draw the child of that rank with; no two drafts of a request share one."""
+        seeds = np.array([tree.request.seed for tree, _ in nodes], dtype=np.uint64)
+        positions = np.array([len(tree.request.tokens) + tree.depth for tree, _ in nodes])
+        branches = np.array([tree.level.index(node) * self.topk + rank for tree, node in nodes])
+        return uniforms(seeds, positions, Purpose.DRAFT, branches)
 
 
 class MTPDrafter(ModelDrafter):
@@ -252,13 +288,15 @@ class MTPDrafter(ModelDrafter):
         assert runner.hidden is not None, "MTP reads the hidden pool: the runner must keep it"
         self.modules, self.head, self.draft_ids = weights.modules, weights.head, weights.draft_ids
         self.target, self.chain = runner.model, len(self.modules)
-        self.embedding = weights.embedding or self.target.embedding
-        config, size = self.target.config, self.modules[0].projection.itemsize
+        self.embedding, self.rotary = weights.embedding or self.target.embedding, weights.rotary
+        config, size = weights.config, self.modules[0].projection.itemsize
         vocab_size = config.vocab_size if self.draft_ids is None else len(self.draft_ids)
-        module = range(config.num_layers, config.num_layers + 1)
-        self.weight_bytes = (config.num_parameters_read(module, vocab_size) + 2 * config.hidden_size**2) * size
-        self.deeper_bytes = (self.chain - 1) * (self.weight_bytes - vocab_size * config.hidden_size * size)
-        self.hidden = [runner.hidden, *(torch.zeros_like(runner.hidden) for _ in self.modules)]  # by module, 0..M
+        self.weight_bytes = (weights.numbers + vocab_size * config.hidden_size) * size
+        self.deeper_bytes = (self.chain - 1) * weights.numbers * size
+        if weights.layers:
+            runner.keep_layers(weights.layers)
+        own = runner.hidden.new_zeros(len(runner.hidden), config.hidden_size)
+        self.hidden = [runner.hidden, *(own.clone() for _ in self.modules)]  # by module, 0..M
         where = {"dtype": dtype, "device": self.device, "attention": runner.attention}
         self.tenants = [Tenant(config, 1, pool.num_slots, **where) for _ in self.modules]
         self.programs = {
@@ -282,14 +320,14 @@ class MTPDrafter(ModelDrafter):
         if not any(s.start + len(s.token_ids) > k for s in segments):
             return None  # too early in the sequence for a row
         layout, table = self._layout(segments, shift=k)
-        before = self.pool.table.slots[np.repeat(layout.table_rows, layout.q_lens), layout.positions + k - 1]
+        before = self.pool.table.slots[np.repeat(layout.table_rows, layout.q_lens), layout.before + k]
         return self.programs[k, source](layout, table, before, known=known)
 
     def _body(
         self, k: int, source: int, columns: Sequence[torch.Tensor], plan: Any, wanted: torch.Tensor | None
     ) -> torch.Tensor:
         token_ids, positions, slots, before = columns
-        cos, sin = self.target.rotary(positions)
+        cos, sin = self.rotary(positions)
         embedded, read = self.embedding(token_ids), self.hidden[source].index_select(0, before)
         hidden = self.modules[k - 1](embedded, read, cos, sin, self.tenants[k - 1].attend(plan))  # [N, H]
         self.hidden[k].index_copy_(0, slots, hidden)
@@ -298,6 +336,12 @@ class MTPDrafter(ModelDrafter):
 
     def _program(self, depth: int) -> Program:
         return self.programs[min(depth + 1, self.chain), min(depth, self.chain)]
+
+
+class EagleDrafter(MTPDrafter):
+    """An EAGLE head: one module, whose first hidden states may be of several layers of the target (models/eagle.py)."""
+
+    name = "eagle"
 
 
 class StandaloneDrafter(ModelDrafter):
@@ -344,3 +388,20 @@ def _causal_program(model: CausalLM, tenant: Tenant, num_layers: int | None = No
         return model.logits(hidden if wanted is None else hidden.index_select(0, wanted))
 
     return Program(body, tenant, last_only=True)
+
+
+def _likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [n, V] -> the k likeliest ids [n, k] and their chances [n, k]; of one alone the chance does not matter."""
+    if k == 1:
+        ids = logits.argmax(-1, keepdim=True)
+        return ids, torch.ones(ids.shape, device=ids.device)
+    top = logits.topk(min(k, logits.shape[-1]))
+    return top.indices, (top.values - logits.logsumexp(-1, keepdim=True)).exp()
+
+
+def _seen(ids: torch.Tensor, chances: torch.Tensor) -> list[list[tuple[int, float]]]:
+    """ids, chances [n, k] in host memory, without those of no chance. Raises FloatingPointError for a bad row."""
+    rows = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), chances.tolist(), strict=True)]
+    if any(token == -1 for row in rows for token, _ in row):
+        raise FloatingPointError("the draft model's logits are not finite")
+    return [[(token, chance) for token, chance in row if chance > 0] for row in rows]

@@ -10,7 +10,7 @@ Knows: how to draw numbers that the caller took from the engine. Does not know: 
 
 from minispec.course.figures.base import COLORS, FIX, KEPT, OTHERS, STYLE, Picture
 from minispec.course.figures.controller import REASON_LOOKS, controller
-from minispec.course.figures.drawings import SLOT_LOOKS, STAGES, request_map, slots, token_strip
+from minispec.course.figures.drawings import SLOT_LOOKS, STAGES, draft_tree, request_map, slots, token_strip
 from minispec.course.figures.overlap import LANE_LOOKS, two_lanes, waterfall
 from minispec.course.figures.plots import bars, break_even, forwards, heat_maps, overlap, roofline, token_bytes, work
 from minispec.course.figures.radix import TREE_LOOKS, TreeFilm, hit_rates

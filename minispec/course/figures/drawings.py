@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from IPython.display import SVG
 
 from minispec.core import TokenKind
-from minispec.course.figures.base import COLORS, FIX, MARGIN, MONO, OTHERS, box, line, svg, text
+from minispec.course.figures.base import COLORS, FIX, KEPT, MARGIN, MONO, OTHERS, box, line, svg, text
 from minispec.llm import RequestOutput
 from minispec.palette import KIND_COLORS, KIND_LABELS
 
@@ -179,3 +179,43 @@ def _slot(x: float, y: float, kind: str) -> list[str]:
     border = 'stroke-width="3"' if kind.endswith("+") else 'stroke-width="0.75"'
     drawn = box(x, y, 20, 22, color, "" if kind != "free" else COLORS["again"], border)
     return [drawn, text(x + 6, y + 15, letter, font=MONO)] if letter else [drawn]
+
+
+def draft_tree(root: str, words: Sequence[str], parents: Sequence[int], kept: Sequence[int], following: str) -> SVG:
+    """A tree of drafts behind the last word of the text, one column per depth, and the path that the target kept.
+
+    words: of the drafts, parents: the draft that each one follows (-1: root), kept: numbers of the accepted path,
+    following: the token that the target adds at its end. Numbers in the boxes are places in the order of the draft.
+    """
+    children = {node: [i for i, parent in enumerate(parents) if parent == node] for node in range(-1, len(parents))}
+    lines, places = 0, {}
+
+    def place(node: int, depth: int) -> None:
+        nonlocal lines
+        places[node] = depth, lines
+        for rank, child in enumerate(children[node]):
+            lines += rank > 0
+            place(child, depth + 1)
+
+    place(-1, 0)
+    column, row = 48 + 9 * max(len(word) + 3 for word in (root, following, *words)), 38
+    end, parts = (kept[-1] if kept else -1), []
+    places["next"] = places[end][0] + 1, lines + 1
+    corners = {node: (MARGIN + depth * column, MARGIN + line * row) for node, (depth, line) in places.items()}
+    for node, parent in [*enumerate(parents), ("next", end)]:
+        (x, y), (left, top) = corners[node], corners[parent]
+        look = 'stroke-dasharray="4 3"' if node == "next" else f'stroke-opacity="{1 if node in kept else 0.3}"'
+        parts.append(
+            line(f"M{left + column - 36},{top + 13} C{x - 14},{top + 13} {x - 22},{y + 13} {x},{y + 13}", look)
+        )
+    bonus = not children[end]
+    colors = {-1: COLORS["prompt"], "next": KIND_COLORS[TokenKind.BONUS if bonus else TokenKind.CORRECTED]}
+    names = {-1: root, "next": following} | {node: f"{node} {word}" for node, word in enumerate(words)}
+    for node, (x, y) in corners.items():
+        color = colors.get(node, KEPT if node in kept else COLORS["again"])
+        parts += [
+            box(x, y, column - 36, 26, color, more='stroke-width="0.5"'),
+            text(x + 8, y + 18, names[node], 13, font=MONO),
+        ]
+    width = MARGIN + max(x for x, _ in corners.values()) + column
+    return svg(width, 2 * MARGIN + (lines + 2) * row, parts)
