@@ -27,6 +27,7 @@ COMMAND_FILES = {
     "demo.py",
     "doctor.py",
     "launch_server.py",
+    "plan.py",
     "terminal.py",
 }
 LIMITS = {ENGINE: 5000, COMMANDS: 850, "course": 1500, "training": 700, "serving": 1000, "lang": 600}

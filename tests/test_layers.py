@@ -19,7 +19,7 @@ LAYERS = [
     ["runner", "sampling"],
     ["account", "intake", "scheduler", "speculative"],
     ["engine"],
-    ["doctor", "llm"],
+    ["doctor", "llm", "plan"],
     ["bench", "lang", "palette", "serving", "terminal", "training"],
     ["demo"],
     ["cli"],
