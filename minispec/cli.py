@@ -1,4 +1,4 @@
-"""The command line: `python -m minispec demo | generate | chat | serve | bench | plan | doctor | fetch` (or `minispec`).
+"""The command line: `python -m minispec COMMAND` (or `minispec`), see `--help`.
 
 torch is imported only when a command needs it, so help is quick. Exit codes: 0 done, 1 broken pipe, 2 refused (one
 sentence on stderr), 130 interrupted.

@@ -28,6 +28,8 @@ from minispec.kv.pool import KVPool
 from minispec.kv.sizing import slots_that_fit, step_bytes
 from minispec.metrics import EngineMetrics, MetricsRow, RequestMetrics
 from minispec.models.loading import load_model
+from minispec.models.sharding import Shard
+from minispec.parallel import Group
 from minispec.runner import ModelRunner
 from minispec.sampling.distribution import token_logprobs
 from minispec.speculative.build import Prepared, prepare_drafters
@@ -146,8 +148,8 @@ class LLM:
     drafter: your own drafter instead of the one that speculative_config names: an object with `propose` and `release`,
     as `minispec.speculative.drafter.Drafter` describes them. speculative_config says how many drafts it is asked for.
     options: the fields of `minispec.config.EngineConfig`: page_size, max_num_batched_tokens, chunked_prefill_size,
-    max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, attention_backend, enable_cuda_graphs,
-    enable_radix_cache, enable_overlap, enable_trace, check_every_step, speculative_config.
+    max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, tensor_parallel_size, attention_backend,
+    enable_cuda_graphs, enable_radix_cache, enable_overlap, enable_trace, check_every_step, speculative_config.
 
     Raises ConfigError for a bad option and ModelLoadError for a model that cannot be loaded; both are ValueErrors.
     """
@@ -166,9 +168,24 @@ class LLM:
             if name not in known:
                 raise ConfigError(f"LLM has no option {name!r}; options are dtype, device, drafter, {', '.join(known)}")
         self.config = EngineConfig(**options)
-        self.device = choose_device(device)
+        self.device, self.group, size = choose_device(device), None, self.config.tensor_parallel_size
         self.dtype, self.dtype_reason = choose_dtype(dtype, self.device)
-        loaded = load_model(model, dtype=self.dtype, device=str(self.device))
+        if size > 1:
+            shared = options if drafter is None else options | {"speculative_config": None}
+            self.group = Group(size, {"model": model, "dtype": dtype, "device": device, **shared})
+            if self.device.type == "cuda":
+                self.device = torch.device("cuda", self.group.local_rank)
+                torch.cuda.set_device(self.device)
+        try:
+            self._build(model, drafter)
+        except BaseException:
+            if self.group:
+                self.group.close()
+            raise
+
+    def _build(self, model: str, drafter: Drafter | None) -> None:
+        shard = self.group.shard if self.group else Shard()
+        loaded = load_model(model, dtype=self.dtype, device=str(self.device), shard=shard)
         self.model, self.tokenizer, self.model_config = loaded.model, loaded.tokenizer, loaded.config
         context = self.config.context_length or loaded.config.context_length
         if context > loaded.config.context_length:
@@ -177,6 +194,8 @@ class LLM:
         speculative = None if drafter else self.config.speculative_config
         prepared = prepare_drafters(speculative, loaded, dtype=self.dtype, device=self.device)
         num_slots = self.config.kv_cache_tokens or self._default_cache_tokens(context, prepared)
+        if self.group:
+            num_slots = self.group.least(num_slots)
         if self.config.page_size > num_slots:
             raise ConfigError(f"page_size {self.config.page_size} is larger than the whole pool of {num_slots} tokens")
         pool = KVPool(
@@ -196,6 +215,14 @@ class LLM:
             attention=self.config.attention_backend,
         )
         drafters = [drafter] if drafter else [each.build(runner, pool) for each in prepared]
+        if self.group:
+            programs = [runner.program]
+            for each in drafters:
+                programs += each.shared_programs if isinstance(each, ModelDrafter) else []
+            if shard.rank:
+                self.group.follow(programs, self.device)
+                sys.exit()  # this process has no LLM: it was a part of process 0's
+            self.group.lead(programs)
         self.engine = Engine(
             self.config,
             runner,
@@ -208,7 +235,7 @@ class LLM:
         release_helpers()  # of the threads that have loaded the weights
         self.attention = f"{runner.tenant.attention.name} ({runner.tenant.reason})"
         log.info("attention: %s", self.attention)
-        if self.config.enable_cuda_graphs and self.device.type == "cuda":
+        if self.config.enable_cuda_graphs and self.device.type == "cuda" and not self.group:
             if loaded.config.moe:
                 log.info("CUDA graphs: none, the host must know which experts were chosen")
             else:
@@ -447,6 +474,8 @@ class LLM:
         """Abort what is running and let the memory of model and pool go. Closing twice is no error."""
         if self._open:
             self.engine.close()
+            if self.group:
+                self.group.close()
         self._open = False
         self.model = self.engine.runner = self.engine.controller = None
 

@@ -124,7 +124,7 @@ def make_plan(
 
 
 def rows_read(config: ModelConfig, rows: int) -> float:
-    """Numbers that a forward of so many rows reads: with experts, those that at least one row may be expected to choose.
+    """Numbers that a forward of so many rows reads; of experts, those that at least one row is expected to choose.
 
     Rows are taken to choose independently and evenly: E (1 - (1 - k/E)^rows) of E experts.
     """
@@ -138,7 +138,7 @@ def rows_read(config: ModelConfig, rows: int) -> float:
 
 
 def find_config(name: str) -> ModelConfig:
-    """The config of a model by a name that comes with the package, a folder, a config.json, or org/name (one download)."""
+    """The config behind a name that comes with the package, a folder, a config.json, or org/name (one download)."""
     path = Path(name).expanduser()
     known = CONFIGS / f"{path.name}.json"
     if name == MINIATURE or path.is_dir():

@@ -74,6 +74,13 @@ class Shard(NamedTuple):
                     module.register_forward_hook(_sum)
 
 
+class WorkerLost(RuntimeError):
+    """Another process of the group has ended, or did not answer in time. The engine cannot go on."""
+
+
 def _sum(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(output)
+    try:
+        dist.all_reduce(output)
+    except RuntimeError as error:
+        raise WorkerLost(f"a process of this tensor-parallel group has ended or hangs: {error}") from error
     return output

@@ -57,6 +57,8 @@ def prepare_drafters(
         return []
     prepared: list[Prepared] = []
     for name in ("mtp", "ngram") if config.draft_model == "auto" else config.drafters:
+        if loaded.shard.rank and name not in ("mtp", "early-exit"):
+            continue  # only process 0 drafts with what is not a part of the target
         if name == "ngram":
             prepared.append(Prepared(lambda runner, pool: NgramDrafter(config.ngram_max, config.ngram_min)))
             continue
@@ -77,9 +79,10 @@ def _model_drafter(
         "least_confidence": config.draft_confidence_threshold,
     }
     if name == "mtp":
-        tensors = _mtp_tensors(config.draft_head, loaded)
+        tensors = loaded.shard.tensors(_mtp_tensors(config.draft_head, loaded))
         where = {"dtype": dtype, "device": device, "quantization": config.draft_quantization}
         weights = load_mtp(tensors, loaded.model, **where)
+        loaded.shard.add_up(module.layer for module in weights.modules)
         used = replace(weights, modules=weights.modules[: config.candidate_length])  # a later one would never draft
         count, hidden = len(used.modules), loaded.config.hidden_size * dtype.itemsize
         size = (count + 1) * hidden + count * replace(loaded.config, num_layers=1).kv_bytes_per_token(dtype)
