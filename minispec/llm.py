@@ -25,8 +25,9 @@ from minispec.device import choose_device, choose_dtype, release_helpers
 from minispec.engine import Engine
 from minispec.graphs import graph_batches
 from minispec.kv.pool import KVPool
-from minispec.kv.sizing import slots_that_fit, step_bytes
+from minispec.kv.sizing import MemoryPlan, slots_that_fit, step_bytes
 from minispec.metrics import EngineMetrics, MetricsRow, RequestMetrics
+from minispec.models.linear import stored_bytes
 from minispec.models.loading import load_model
 from minispec.models.sharding import Shard
 from minispec.parallel import Group
@@ -140,7 +141,7 @@ class Stream(Iterator[Piece]):
 
 
 class LLM:
-    """A model with its engine. It belongs to one thread.
+    """A model with its engine. It belongs to one thread. `plan` tells where the memory of its device goes.
 
     model: "smollm2-135m" (fetched once, then offline), "deepseek-mini" (part of the package), a folder in Hugging Face
     layout, a .gguf file, or "org/name".
@@ -150,6 +151,9 @@ class LLM:
     options: the fields of `minispec.config.EngineConfig`: page_size, max_num_batched_tokens, chunked_prefill_size,
     max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, tensor_parallel_size, attention_backend,
     enable_cuda_graphs, enable_radix_cache, enable_overlap, enable_trace, check_every_step, speculative_config.
+
+    tensor_parallel_size: so many processes, with a device each, share the model; this one starts the others. Under
+    torchrun they run the same script: in all but process 0 the constructor serves it and then raises SystemExit.
 
     Raises ConfigError for a bad option and ModelLoadError for a model that cannot be loaded; both are ValueErrors.
     """
@@ -235,12 +239,29 @@ class LLM:
         release_helpers()  # of the threads that have loaded the weights
         self.attention = f"{runner.tenant.attention.name} ({runner.tenant.reason})"
         log.info("attention: %s", self.attention)
+        self.plan = self._memory_plan(prepared, pool.num_slots)
+        log.info("memory plan\n%s", self.plan)
         if self.config.enable_cuda_graphs and self.device.type == "cuda" and not self.group:
             if loaded.config.moe:
                 log.info("CUDA graphs: none, the host must know which experts were chosen")
             else:
                 self._record(runner, drafters)
         self._open = True
+
+    def _memory_plan(self, prepared: Sequence[Prepared], slots: int) -> MemoryPlan:
+        hidden, drafts = sum(each.hidden_bytes for each in prepared), sum(each.bytes_per_slot for each in prepared)
+        own = [module for each in prepared for module in each.weights]
+        reserves = self.device.type == "cuda" and self.config.speculative_config
+        return MemoryPlan(
+            {"weights": stored_bytes(self.model), "draft weights": stored_bytes(*own)},
+            {
+                "K/V": self.model_config.kv_bytes_per_token(self.dtype),
+                "hidden states": hidden,
+                "draft K/V": drafts - hidden,
+            },
+            slots,
+            self.config.speculative_config.state_cache_reserve if reserves else 0.0,
+        )
 
     def _record(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
         """Capture the steps that come again and again, and tell what that cost."""

@@ -1,4 +1,4 @@
-"""Several processes, one engine: process 0 schedules, samples and drafts; the others only compute their part of a model.
+"""Several processes, one engine: process 0 schedules, samples and drafts; the others compute their part of the model.
 
     process 0      plan, draft, forward, verify, advance, settle
                         |  each forward's packed integers

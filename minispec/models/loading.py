@@ -32,7 +32,7 @@ from minispec.models.embedded import EMBEDDED_MODEL, fetch_embedded
 from minispec.models.gguf import GGUFFile
 from minispec.models.linear import quantize
 from minispec.models.llama import CausalLM
-from minispec.models.sharding import Shard
+from minispec.models.sharding import WHOLE, Shard
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab*")
@@ -53,7 +53,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase | None
     config: ModelConfig
     source: str
-    shard: Shard = Shard()
+    shard: Shard = WHOLE
 
 
 def load_model(
@@ -63,7 +63,7 @@ def load_model(
     device: str | torch.device = "cpu",
     quantization: str | None = None,
     progress: bool = True,
-    shard: Shard = Shard(),
+    shard: Shard = WHOLE,
 ) -> LoadedModel:
     """Load a model and its tokenizer; see the module's docstring for what `name_or_path` may be.
 

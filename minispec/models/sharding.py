@@ -74,6 +74,9 @@ class Shard(NamedTuple):
                     module.register_forward_hook(_sum)
 
 
+WHOLE = Shard()
+
+
 class WorkerLost(RuntimeError):
     """Another process of the group has ended, or did not answer in time. The engine cannot go on."""
 

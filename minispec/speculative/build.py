@@ -7,12 +7,13 @@ Taught in notebook 12 (speculation inside the engine).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from minispec.config import ConfigError, SpeculativeConfig
@@ -37,13 +38,16 @@ EMBEDDED_HEAD = ASSETS / f"{EMBEDDED_MODEL}-mtp.safetensors"
 class Prepared:
     """A drafter whose weights are loaded; `build` makes it once there are slots.
 
-    bytes_per_slot: that it takes of the target's device. attentions: of its own there. reads_hidden: see `ModelRunner`.
+    bytes_per_slot: that it takes of the target's device, hidden_bytes of them for hidden states. attentions: of its own
+    there. reads_hidden: see `ModelRunner`. weights: modules of its own there.
     """
 
     build: Callable[[ModelRunner, KVPool], Drafter]
     bytes_per_slot: int = 0
     attentions: int = 0
     reads_hidden: bool = False
+    hidden_bytes: int = 0
+    weights: Sequence[nn.Module] = ()
 
 
 def prepare_drafters(
@@ -85,8 +89,11 @@ def _model_drafter(
         loaded.shard.add_up(module.layer for module in weights.modules)
         used = replace(weights, modules=weights.modules[: config.candidate_length])  # a later one would never draft
         count, hidden = len(used.modules), loaded.config.hidden_size * dtype.itemsize
-        size = (count + 1) * hidden + count * replace(loaded.config, num_layers=1).kv_bytes_per_token(dtype)
-        return Prepared(partial(MTPDrafter, used, dtype=dtype, **choice), size, count, reads_hidden=True)
+        hidden *= count + 1
+        size = hidden + count * replace(loaded.config, num_layers=1).kv_bytes_per_token(dtype)
+        own = [*used.modules, *([] if used.head is loaded.model.head else [used.head])]
+        own += [used.embedding] if used.embedding else []
+        return Prepared(partial(MTPDrafter, used, dtype=dtype, **choice), size, count, True, hidden, own)
     if name == "early-exit":
         layers, most = config.early_exit_layers or max(1, loaded.config.num_layers // 4), loaded.config.num_layers - 1
         if layers > most:
@@ -102,7 +109,8 @@ def _model_drafter(
     check_same_tokenizer(loaded.tokenizer, draft.tokenizer)
     shared = here == device
     size = draft.config.kv_bytes_per_token(dtype) if shared else 0
-    return Prepared(partial(StandaloneDrafter, draft.model, **choice), size, int(shared))
+    own = [draft.model] if shared else []
+    return Prepared(partial(StandaloneDrafter, draft.model, **choice), size, int(shared), weights=own)
 
 
 def _draft_device(name: str) -> torch.device:
