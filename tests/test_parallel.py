@@ -39,9 +39,9 @@ def ids(llm: LLM) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 
-def checkpoint(folder: Path, name: str) -> Path:
+def checkpoint(folder: Path, name: str, **more: object) -> Path:
     architecture, fields = VARIANTS[name]
-    return write_tiny_checkpoint(folder, architecture, **fields)
+    return write_tiny_checkpoint(folder, architecture, **fields, **more)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_two_processes_give_the_ids_of_one(dense: Path) -> None:
             assert ids(llm) == expected
             assert ids(llm) == expected  # now from the radix cache
             metrics = llm.metrics()
-            assert (metrics.accepted_tokens > 0) == (speculative is not None)
+            assert (metrics.speculation.verify_rows > 0) == (speculative is not None)
             if speculative is None or speculative["draft_model"] == "ngram":
                 assert len(sent) == metrics.steps  # one message for each forward of the target
             assert llm.model_config.num_heads == 2
@@ -121,7 +121,7 @@ def test_two_processes_give_the_ids_of_one(dense: Path) -> None:
 
 
 def test_a_deepseek_drafts_for_itself_in_two_processes(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path, "deepseek v3")
+    folder = checkpoint(tmp_path, "deepseek v3", max_shard_size="40KB")
     model, mtp = their_mtp(folder)
     add_shard(folder, mtp_tensors(model, mtp))
     with make(folder, speculative_config={"draft_model": "mtp"} | DRAFTS) as llm:
@@ -129,8 +129,8 @@ def test_a_deepseek_drafts_for_itself_in_two_processes(tmp_path: Path) -> None:
     with make(folder, tensor_parallel_size=2, speculative_config={"draft_model": "mtp"} | DRAFTS) as llm:
         assert ids(llm) == expected
         metrics = llm.metrics()
-    assert metrics.drafted_tokens == counted.drafted_tokens > 0
-    assert metrics.accepted_tokens == counted.accepted_tokens  # so the module's parts add up as well
+    assert metrics.speculation.drafted == counted.speculation.drafted > 0
+    assert metrics.speculation.accepted == counted.speculation.accepted  # so the module's parts add up as well
 
 
 def test_a_draft_model_of_its_own_stays_in_process_0(dense: Path) -> None:
