@@ -29,7 +29,7 @@ from minispec.kv.sizing import MemoryPlan, slots_that_fit, step_bytes
 from minispec.metrics import EngineMetrics, MetricsRow, RequestMetrics
 from minispec.models.linear import stored_bytes
 from minispec.models.loading import load_model
-from minispec.models.sharding import Shard
+from minispec.models.sharding import WHOLE
 from minispec.parallel import Group
 from minispec.runner import ModelRunner
 from minispec.sampling.distribution import token_logprobs
@@ -177,9 +177,7 @@ class LLM:
         if size > 1:
             shared = options if drafter is None else options | {"speculative_config": None}
             self.group = Group(size, {"model": model, "dtype": dtype, "device": device, **shared})
-            if self.device.type == "cuda":
-                self.device = torch.device("cuda", self.group.local_rank)
-                torch.cuda.set_device(self.device)
+            self.device = self.group.device(self.device)
         try:
             self._build(model, drafter)
         except BaseException:
@@ -188,7 +186,7 @@ class LLM:
             raise
 
     def _build(self, model: str, drafter: Drafter | None) -> None:
-        shard = self.group.shard if self.group else Shard()
+        shard = self.group.shard if self.group else WHOLE
         loaded = load_model(model, dtype=self.dtype, device=str(self.device), shard=shard)
         self.model, self.tokenizer, self.model_config = loaded.model, loaded.tokenizer, loaded.config
         context = self.config.context_length or loaded.config.context_length
@@ -220,13 +218,8 @@ class LLM:
         )
         drafters = [drafter] if drafter else [each.build(runner, pool) for each in prepared]
         if self.group:
-            programs = [runner.program]
-            for each in drafters:
-                programs += each.shared_programs if isinstance(each, ModelDrafter) else []
-            if shard.rank:
-                self.group.follow(programs, self.device)
-                sys.exit()  # this process has no LLM: it was a part of process 0's
-            self.group.lead(programs)
+            shared = [program for each in drafters for program in getattr(each, "shared_programs", ())]
+            self.group.share([runner.program, *shared], self.device)
         self.engine = Engine(
             self.config,
             runner,
@@ -251,17 +244,11 @@ class LLM:
     def _memory_plan(self, prepared: Sequence[Prepared], slots: int) -> MemoryPlan:
         hidden, drafts = sum(each.hidden_bytes for each in prepared), sum(each.bytes_per_slot for each in prepared)
         own = [module for each in prepared for module in each.weights]
-        reserves = self.device.type == "cuda" and self.config.speculative_config
-        return MemoryPlan(
-            {"weights": stored_bytes(self.model), "draft weights": stored_bytes(*own)},
-            {
-                "K/V": self.model_config.kv_bytes_per_token(self.dtype),
-                "hidden states": hidden,
-                "draft K/V": drafts - hidden,
-            },
-            slots,
-            self.config.speculative_config.state_cache_reserve if reserves else 0.0,
-        )
+        speculative = self.config.speculative_config if self.device.type == "cuda" else None
+        weights = {"weights": stored_bytes(self.model), "draft weights": stored_bytes(*own)}
+        kv = self.model_config.kv_bytes_per_token(self.dtype)
+        reserve = speculative.state_cache_reserve if speculative else 0.0
+        return MemoryPlan(weights, {"K/V": kv, "hidden states": hidden, "draft K/V": drafts - hidden}, slots, reserve)
 
     def _record(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
         """Capture the steps that come again and again, and tell what that cost."""

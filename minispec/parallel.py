@@ -75,6 +75,13 @@ class Group:
             self.close()
             raise ConfigError(f"tensor_parallel_size {size}: the processes do not come together: {error}") from error
 
+    def device(self, device: torch.device) -> torch.device:
+        """The device of this process, which has a GPU of its own where the LLM is to be on one."""
+        if device.type == "cuda":
+            device = torch.device("cuda", self.local_rank)
+            torch.cuda.set_device(device)
+        return device
+
     def least(self, number: int) -> int:
         """The smallest of all processes' numbers; waits for all of them."""
         numbers = torch.tensor([number])
@@ -84,8 +91,12 @@ class Group:
             raise WorkerLost(f"a process ended while it loaded its part of the model: {error}") from error
         return int(numbers)
 
-    def lead(self, programs: Sequence[Program]) -> None:
-        """Let the others run what this process runs from now on."""
+    def share(self, programs: Sequence[Program], device: torch.device) -> None:
+        """Let the others run what process 0 runs from now on; in them this returns by SystemExit, when all is done."""
+        if self.shard.rank:
+            self._follow(programs, device)
+            self.close()
+            sys.exit()
         for index, program in enumerate(programs):
             program.announce = partial(self._announce, index)
 
@@ -110,7 +121,7 @@ class Group:
             raise WorkerLost(f"a process of this tensor-parallel group has ended: {error}") from error
 
     @torch.inference_mode()
-    def follow(self, programs: Sequence[Program], device: torch.device) -> None:
+    def _follow(self, programs: Sequence[Program], device: torch.device) -> None:
         """Run what process 0 runs, until it closes its group or ends."""
         while True:
             messages: list[Any] = [None]
