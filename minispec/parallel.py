@@ -41,7 +41,7 @@ from minispec.models.sharding import Shard, WorkerLost
 
 log = logging.getLogger(__name__)
 
-TIMEOUT = timedelta(minutes=5)  # for one sum, and for all processes to come up
+TIMEOUT = timedelta(minutes=5)  # for one sum or message, and for all processes to come up
 IDLE = timedelta(days=3650)  # an engine may wait so long for its next request
 END_SECONDS = 30  # for the others to end on request; then they are killed
 HOST = "127.0.0.1"
@@ -70,7 +70,8 @@ class Group:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         try:
             dist.init_process_group(backend, init_method=where, rank=rank, world_size=size, timeout=TIMEOUT)
-            self._messages = dist.new_group(backend="gloo", timeout=IDLE)
+            # The others wait for a message as long as it takes; process 0 never waits long for one of them to take it.
+            self._messages = dist.new_group(backend="gloo", timeout=IDLE if rank else TIMEOUT)
         except RuntimeError as error:
             self.close()
             raise ConfigError(f"tensor_parallel_size {size}: the processes do not come together: {error}") from error

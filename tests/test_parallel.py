@@ -20,6 +20,7 @@ from minispec import LLM, SamplingParams
 from minispec.config import ConfigError
 from minispec.kv.sizing import MemoryPlan
 from minispec.models.config import ModelConfig, ModelLoadError
+from minispec.models.linear import stored_bytes
 from minispec.models.llama import CausalLM
 from minispec.models.loading import load_model
 from minispec.models.sharding import Shard, WorkerLost
@@ -208,6 +209,11 @@ def test_the_memory_plan_counts_what_is_there(dense: Path) -> None:
     assert llm.plan.per_slot["K/V"] * 513 == sum(t.numel() * 4 for pair in (cache.k, cache.v) for t in pair)
     assert llm.plan.per_slot["draft K/V"] == llm.plan.per_slot["K/V"]
     assert "tokens that fit" in str(llm.plan) and " 512" in str(llm.plan)
+
+
+def test_a_tied_head_counts_once(tmp_path: Path) -> None:
+    loaded = load_model(str(checkpoint(tmp_path, "llama tied")), dtype=torch.float32)
+    assert stored_bytes(loaded.model) == loaded.config.num_parameters * 4
 
 
 def test_a_plan_without_a_part_leaves_its_line_out() -> None:

@@ -92,6 +92,8 @@ def test_the_slots_fit_and_no_more_would() -> None:
     size = sum(plan.per_slot.values())
     assert plan.slots * plan.per_slot["K/V"] <= room * 0.8 < (plan.slots + 1) * plan.per_slot["K/V"]
     assert plan.slots * size <= room
+    same = make_plan(SMALL, draft=SMALL, memory=10).memory  # where a draft takes more than its reserve
+    assert same.slots == (10e9 - 2 * same.whole["weights"]) * 0.8 // (2 * same.per_slot["K/V"])
     plan = make_plan(MIMO, draft="ngram", memory=40).memory
     assert (plan.reserve, plan.per_slot["hidden states"]) == (0, 0)
 
