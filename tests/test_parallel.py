@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,18 @@ def test_a_worker_that_dies_is_an_error_and_no_hang(dense: Path) -> None:
         ids(llm)
     llm.close()
     assert not dist.is_initialized()
+
+
+def test_a_worker_that_hangs_is_an_error_too(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minispec.parallel.END_SECONDS", 1)
+    llm = make(dense, tensor_parallel_size=2)
+    [worker] = workers_of(llm)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), llm.group._messages)  # not five minutes
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerLost, match="Timed out"):
+        ids(llm)
+    llm.close()
+    assert worker.returncode == -signal.SIGKILL
 
 
 def test_a_model_that_cannot_be_divided_leaves_no_group_behind(dense: Path) -> None:
