@@ -186,18 +186,17 @@ class LLM:
             raise
 
     def _build(self, model: str, drafter: Drafter | None) -> None:
-        shard = self.group.shard if self.group else WHOLE
-        loaded = load_model(model, dtype=self.dtype, device=str(self.device), shard=shard)
+        where = {"dtype": self.dtype, "device": self.device}
+        loaded = load_model(model, **where, shard=self.group.shard if self.group else WHOLE)
         self.model, self.tokenizer, self.model_config = loaded.model, loaded.tokenizer, loaded.config
         context = self.config.context_length or loaded.config.context_length
         if context > loaded.config.context_length:
             limit = loaded.config.context_length
             raise ConfigError(f"context_length {context} is more than the {limit} tokens that this model can number")
         speculative = None if drafter else self.config.speculative_config
-        prepared = prepare_drafters(speculative, loaded, dtype=self.dtype, device=self.device)
+        prepared = prepare_drafters(speculative, loaded, **where)
         num_slots = self.config.kv_cache_tokens or self._default_cache_tokens(context, prepared)
-        if self.group:
-            num_slots = self.group.least(num_slots)
+        num_slots = self.group.least(num_slots) if self.group else num_slots
         if self.config.page_size > num_slots:
             raise ConfigError(f"page_size {self.config.page_size} is larger than the whole pool of {num_slots} tokens")
         pool = KVPool(
@@ -211,8 +210,7 @@ class LLM:
             self.model,
             pool.num_slots,
             num_text_tokens=len(self.tokenizer) if self.tokenizer else None,
-            dtype=self.dtype,
-            device=self.device,
+            **where,
             keep_hidden=any(each.reads_hidden for each in prepared),
             attention=self.config.attention_backend,
         )
@@ -243,9 +241,9 @@ class LLM:
 
     def _memory_plan(self, prepared: Sequence[Prepared], slots: int) -> MemoryPlan:
         hidden, drafts = sum(each.hidden_bytes for each in prepared), sum(each.bytes_per_slot for each in prepared)
-        own = [module for each in prepared for module in each.weights]
         speculative = self.config.speculative_config if self.device.type == "cuda" else None
-        weights = {"weights": stored_bytes(self.model), "draft weights": stored_bytes(*own)}
+        own = sum(stored_bytes(*each.weights) for each in prepared)
+        weights = {"weights": stored_bytes(self.model), "draft weights": own}
         kv = self.model_config.kv_bytes_per_token(self.dtype)
         reserve = speculative.state_cache_reserve if speculative else 0.0
         return MemoryPlan(weights, {"K/V": kv, "hidden states": hidden, "draft K/V": drafts - hidden}, slots, reserve)

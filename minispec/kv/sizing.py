@@ -54,10 +54,10 @@ class MemoryPlan:
     reserve: see `SpeculativeConfig.state_cache_reserve`; 0 where it does not apply.
 
     >>> print(MemoryPlan({"weights": 2_000_000_000}, {"K/V": 1000, "hidden states": 0}, slots=50_000))
-    weights           2.00 GB
-    K/V               0.05 GB  1,000 bytes per token
-    in all            2.05 GB
-    tokens that fit    50,000
+    weights         2.00 GB
+    K/V             0.05 GB  1,000 bytes per token
+    in all          2.05 GB
+    tokens that fit  50,000
     """
 
     whole: Mapping[str, int]
