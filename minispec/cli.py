@@ -1,4 +1,4 @@
-"""The command line: `python -m minispec demo | generate | chat | serve | bench | doctor | fetch` (or `minispec`).
+"""The command line: `python -m minispec COMMAND` (or `minispec`), see `--help`.
 
 torch is imported only when a command needs it, so help is quick. Exit codes: 0 done, 1 broken pipe, 2 refused (one
 sentence on stderr), 130 interrupted.
@@ -101,6 +101,13 @@ def _doctor(args: argparse.Namespace) -> None:
     from minispec.doctor import machine_card
 
     print(machine_card(args.device))
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from minispec.plan import make_plan
+
+    names = ("model", "tp", "draft", "acceptance", "candidate_length", "bandwidth", "memory", "dtype")
+    print(make_plan(**{name: getattr(args, name) for name in names}))
 
 
 def _bench(args: argparse.Namespace) -> None:
@@ -293,6 +300,19 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", _doctor, "the machine card: device, dtype, measured speeds, versions")
     doctor.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    plan = command("plan", _plan, "memory and the most tokens per second that it allows, from a config alone")
+    add = plan.add_argument
+    add(
+        "model",
+        help="org/name, a folder, or a config.json; DeepSeek-R1, Qwen2.5-72B-Instruct, MiMo-7B-RL need no network",
+    )
+    add("--tp", type=int, default=1, metavar="N", help="devices that share the target")
+    add("--draft", metavar="NAME", help="mtp, ngram, or a model; None: mtp where the config promises it")
+    add("--acceptance", type=float, default=0.7, metavar="A", help="how often a draft is kept")
+    add("--candidate-length", type=int, default=4, metavar="K", help="draft tokens per step")
+    add("--bandwidth", type=float, default=4800, metavar="GB/s", help="memory bandwidth of a device (default: an H200)")
+    add("--memory", type=float, default=141, metavar="GB", help="memory of a device")
+    add("--dtype", default="bfloat16", help="bfloat16, float16 or float32; float8 files are computed in it as well")
     bench = command("bench", _bench, "tokens per second next to transformers on the same weights, in one run")
     bench.add_argument(
         "what", nargs="?", choices=("offline", "serve"), default="offline", help="serve: HTTP under load"

@@ -334,6 +334,7 @@ class EngineConfig:
     max_num_seqs: most requests that hold slots at the same time.
     kv_cache_tokens: slots in the pool, rounded down to whole pages; None chooses by device and model.
     mem_fraction_static: the share of a GPU's memory that weights and pool take together, instead of kv_cache_tokens.
+    tensor_parallel_size: processes, each with a device of its own, that share the model (parallel.py).
     attention_backend: "flashinfer" (CUDA, the gpu extra), "torch", or "auto": the first where it can be used.
     enable_cuda_graphs: launch decoding steps and drafts as recorded graphs, where FlashInfer computes attention.
     context_length: most tokens (prompt and output) of one request; None means the model's own limit.
@@ -352,6 +353,7 @@ class EngineConfig:
     kv_cache_tokens: int | None = None
     mem_fraction_static: float | None = None
     context_length: int | None = None
+    tensor_parallel_size: int = 1
     attention_backend: str = "auto"
     enable_cuda_graphs: bool = True
     enable_radix_cache: bool = True
@@ -361,7 +363,7 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "max_num_batched_tokens", "max_num_seqs"):
+        for name in ("page_size", "max_num_batched_tokens", "max_num_seqs", "tensor_parallel_size"):
             check_number(name, getattr(self, name), 1, integer=True)
         for name in ("chunked_prefill_size", "kv_cache_tokens", "context_length"):
             if getattr(self, name) is not None:
@@ -382,3 +384,9 @@ class EngineConfig:
         for name in switches:
             check_bool(name, getattr(self, name))
         object.__setattr__(self, "speculative_config", SpeculativeConfig.from_any(self.speculative_config))
+        speculative = self.speculative_config
+        if self.tensor_parallel_size > 1 and speculative and (speculative.topk > 1 or "eagle" in speculative.drafters):
+            raise ConfigError(
+                f"tensor_parallel_size {self.tensor_parallel_size} takes chains of drafts: topk must be 1, got "
+                f"{speculative.topk}, and no EAGLE head may draft"
+            )

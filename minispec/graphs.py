@@ -99,12 +99,15 @@ class Program:
         self.device, self.num_columns, self.last_only = tenant.device, 3 + num_extra, last_only
         self.recordings: dict[tuple[int, int], Recording] = {}  # by (batch, q_len)
         self.replays = 0
+        self.announce: Callable[..., None] | None = None  # told what is about to run, see parallel.py
         self._memory = None  # that all recordings share: they run one after another
 
     def __call__(
         self, layout: StepLayout, table: np.ndarray, *extra: np.ndarray, known: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Logits [R, V] of the step's logit_rows. known: see `known_tokens`; any token may be read in place of none."""
+        if self.announce:
+            self.announce(layout, table, extra, known)
         shape = self._shape(layout)
         if shape is not None:
             return self._replay(shape, layout, table, extra, known)

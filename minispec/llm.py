@@ -25,9 +25,12 @@ from minispec.device import choose_device, choose_dtype, release_helpers
 from minispec.engine import Engine
 from minispec.graphs import graph_batches
 from minispec.kv.pool import KVPool
-from minispec.kv.sizing import slots_that_fit, step_bytes
+from minispec.kv.sizing import MemoryPlan, slots_that_fit, step_bytes
 from minispec.metrics import EngineMetrics, MetricsRow, RequestMetrics
+from minispec.models.linear import stored_bytes
 from minispec.models.loading import load_model
+from minispec.models.sharding import WHOLE
+from minispec.parallel import Group
 from minispec.runner import ModelRunner
 from minispec.sampling.distribution import token_logprobs
 from minispec.speculative.build import Prepared, prepare_drafters
@@ -138,7 +141,7 @@ class Stream(Iterator[Piece]):
 
 
 class LLM:
-    """A model with its engine. It belongs to one thread.
+    """A model with its engine. It belongs to one thread. `plan` tells where the memory of its device goes.
 
     model: "smollm2-135m" (fetched once, then offline), "deepseek-mini" (part of the package), a folder in Hugging Face
     layout, a .gguf file, or "org/name".
@@ -146,8 +149,11 @@ class LLM:
     drafter: your own drafter instead of the one that speculative_config names: an object with `propose` and `release`,
     as `minispec.speculative.drafter.Drafter` describes them. speculative_config says how many drafts it is asked for.
     options: the fields of `minispec.config.EngineConfig`: page_size, max_num_batched_tokens, chunked_prefill_size,
-    max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, attention_backend, enable_cuda_graphs,
-    enable_radix_cache, enable_overlap, enable_trace, check_every_step, speculative_config.
+    max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, tensor_parallel_size, attention_backend,
+    enable_cuda_graphs, enable_radix_cache, enable_overlap, enable_trace, check_every_step, speculative_config.
+
+    tensor_parallel_size: so many processes, with a device each, share the model; this one starts the others. Under
+    torchrun they run the same script: in all but process 0 the constructor serves it and then raises SystemExit.
 
     Raises ConfigError for a bad option and ModelLoadError for a model that cannot be loaded; both are ValueErrors.
     """
@@ -166,17 +172,31 @@ class LLM:
             if name not in known:
                 raise ConfigError(f"LLM has no option {name!r}; options are dtype, device, drafter, {', '.join(known)}")
         self.config = EngineConfig(**options)
-        self.device = choose_device(device)
+        self.device, self.group, size = choose_device(device), None, self.config.tensor_parallel_size
         self.dtype, self.dtype_reason = choose_dtype(dtype, self.device)
-        loaded = load_model(model, dtype=self.dtype, device=str(self.device))
+        if size > 1:
+            shared = options if drafter is None else options | {"speculative_config": None}
+            self.group = Group(size, {"model": model, "dtype": dtype, "device": device, **shared})
+            self.device = self.group.device(self.device)
+        try:
+            self._build(model, drafter)
+        except BaseException:
+            if self.group:
+                self.group.close()
+            raise
+
+    def _build(self, model: str, drafter: Drafter | None) -> None:
+        where = {"dtype": self.dtype, "device": self.device}
+        loaded = load_model(model, **where, shard=self.group.shard if self.group else WHOLE)
         self.model, self.tokenizer, self.model_config = loaded.model, loaded.tokenizer, loaded.config
         context = self.config.context_length or loaded.config.context_length
         if context > loaded.config.context_length:
             limit = loaded.config.context_length
             raise ConfigError(f"context_length {context} is more than the {limit} tokens that this model can number")
         speculative = None if drafter else self.config.speculative_config
-        prepared = prepare_drafters(speculative, loaded, dtype=self.dtype, device=self.device)
+        prepared = prepare_drafters(speculative, loaded, **where)
         num_slots = self.config.kv_cache_tokens or self._default_cache_tokens(context, prepared)
+        num_slots = self.group.least(num_slots) if self.group else num_slots
         if self.config.page_size > num_slots:
             raise ConfigError(f"page_size {self.config.page_size} is larger than the whole pool of {num_slots} tokens")
         pool = KVPool(
@@ -190,12 +210,14 @@ class LLM:
             self.model,
             pool.num_slots,
             num_text_tokens=len(self.tokenizer) if self.tokenizer else None,
-            dtype=self.dtype,
-            device=self.device,
+            **where,
             keep_hidden=any(each.reads_hidden for each in prepared),
             attention=self.config.attention_backend,
         )
         drafters = [drafter] if drafter else [each.build(runner, pool) for each in prepared]
+        if self.group:
+            shared = [program for each in drafters for program in getattr(each, "shared_programs", ())]
+            self.group.share([runner.program, *shared], self.device)
         self.engine = Engine(
             self.config,
             runner,
@@ -208,12 +230,23 @@ class LLM:
         release_helpers()  # of the threads that have loaded the weights
         self.attention = f"{runner.tenant.attention.name} ({runner.tenant.reason})"
         log.info("attention: %s", self.attention)
-        if self.config.enable_cuda_graphs and self.device.type == "cuda":
+        self.plan = self._memory_plan(prepared, pool.num_slots)
+        log.info("memory plan\n%s", self.plan)
+        if self.config.enable_cuda_graphs and self.device.type == "cuda" and not self.group:
             if loaded.config.moe:
                 log.info("CUDA graphs: none, the host must know which experts were chosen")
             else:
                 self._record(runner, drafters)
         self._open = True
+
+    def _memory_plan(self, prepared: Sequence[Prepared], slots: int) -> MemoryPlan:
+        hidden, drafts = sum(each.hidden_bytes for each in prepared), sum(each.bytes_per_slot for each in prepared)
+        speculative = self.config.speculative_config if self.device.type == "cuda" else None
+        own = sum(stored_bytes(*each.weights) for each in prepared)
+        weights = {"weights": stored_bytes(self.model), "draft weights": own}
+        kv = self.model_config.kv_bytes_per_token(self.dtype)
+        reserve = speculative.state_cache_reserve if speculative else 0.0
+        return MemoryPlan(weights, {"K/V": kv, "hidden states": hidden, "draft K/V": drafts - hidden}, slots, reserve)
 
     def _record(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
         """Capture the steps that come again and again, and tell what that cost."""
@@ -447,6 +480,8 @@ class LLM:
         """Abort what is running and let the memory of model and pool go. Closing twice is no error."""
         if self._open:
             self.engine.close()
+            if self.group:
+                self.group.close()
         self._open = False
         self.model = self.engine.runner = self.engine.controller = None
 

@@ -1,7 +1,8 @@
 """Count the code lines of the package: lines that are not blank, not only a comment and not part of a docstring.
 
-The engine is what `from minispec import LLM` needs. What stands around it is counted apart: the command line with its
-demo and benchmark, the notebooks' checkers and figures, the training of heads, the HTTP server, the prompting language.
+The engine is the machine that the course explains: scheduler, caches, attention, sampling, speculation, devices. Counted
+apart: the models (architectures, heads, file formats), the command line with its demo and benchmarks, the notebooks'
+checkers and figures, the training of heads, the HTTP server, the prompting language.
 
 python tests/sizes.py            print the table; exit 1 if a module or the package is over its budget
 python tests/sizes.py --write    also put the table into README.md, between its two `<!-- sizes -->` marks
@@ -27,9 +28,11 @@ COMMAND_FILES = {
     "demo.py",
     "doctor.py",
     "launch_server.py",
+    "plan.py",
     "terminal.py",
 }
-LIMITS = {ENGINE: 5000, COMMANDS: 850, "course": 1500, "training": 700, "serving": 1000, "lang": 600}
+LIMITS = {ENGINE: 5000, COMMANDS: 1000, "models": 1500, "course": 1550, "training": 700, "serving": 1000}
+LIMITS["lang"] = 600
 MARK = "<!-- sizes -->"
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

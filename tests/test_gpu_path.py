@@ -29,6 +29,7 @@ from minispec.core import UNKNOWN, StepLayout, known_tokens
 from minispec.graphs import graph_batches, padded
 from minispec.kv import sizing
 from minispec.models import kernels
+from minispec.models.sharding import WHOLE
 from minispec.runner import Segment, pack
 from minispec.sampling import distribution
 from minispec.sampling.rejection import verify
@@ -683,7 +684,8 @@ def test_the_pool_of_a_gpu_counts_what_the_tensors_really_take(tiny, monkeypatch
 
     prepared = prepare_drafters(
         llm.config.speculative_config, types.SimpleNamespace(
-            model=llm.model, config=llm.model_config, tokenizer=llm.tokenizer, source=str(folder)
+            model=llm.model, config=llm.model_config, tokenizer=llm.tokenizer, source=str(folder),
+                shard=WHOLE,
         ), dtype=torch.float32, device=CPU,
     )  # fmt: skip
     llm.device = CUDA

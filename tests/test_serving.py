@@ -957,12 +957,12 @@ def test_flags_become_engine_options() -> None:
     assert EngineConfig(**options) == EngineConfig(), "the defaults are the package's"
     given = (
         "--dtype half --device cuda:1 --context-length 100 --max-running-requests 4 --chunked-prefill-size 2048 "
-        "--page-size 8 --disable-radix-cache --max-total-tokens 4096 --tp-size 1 --disable-overlap-schedule"
+        "--page-size 8 --disable-radix-cache --max-total-tokens 4096 --tp-size 2 --disable-overlap-schedule"
     )
     assert engine_options(flags(*given.split())) == {
         "dtype": "float16", "device": "cuda:1", "context_length": 100, "max_num_seqs": 4, "chunked_prefill_size": 2048,
         "max_num_batched_tokens": 2048, "page_size": 8, "enable_radix_cache": False, "kv_cache_tokens": 4096,
-        "enable_overlap": False, "mem_fraction_static": None, "speculative_config": None,
+        "enable_overlap": False, "mem_fraction_static": None, "tensor_parallel_size": 2, "speculative_config": None,
     }  # fmt: skip
 
 
@@ -1005,7 +1005,6 @@ def test_eagle_with_a_language_model_runs_as_standalone_and_says_so(caplog: pyte
 @pytest.mark.parametrize(
     ("given", "fragment"),
     [
-        ("--tp-size 2", "one device"),
         ("--attention-backend triton", "'triton'"),
         ("--speculative-algorithm EAGLE3", "draft_head"),
         ("--speculative-algorithm NEXTN --speculative-eagle-topk 0", "topk"),

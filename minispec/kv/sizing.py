@@ -1,4 +1,4 @@
-"""How many slots fit into a GPU: what a slot costs, and what must stay free besides.
+"""Where the memory goes, and how many slots fit into a GPU: what a slot costs, and what must stay free besides.
 
 A slot is more than the target's K/V: the draft model's K/V and the hidden states live under the same number. And not
 all that is free when the weights are there can go to slots: a forward needs room for what it computes, attention for
@@ -8,6 +8,9 @@ Knows: bytes. Does not know: devices, tensors. Taught in notebook 03 (pages).
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 DEFAULT_FRACTION = 0.8  # of the free memory, where nobody asked for a share of the whole
 SAMPLING_BYTES = 40  # for each row and token of the vocabulary: p, q, sort keys and sums, at the same time
@@ -41,3 +44,46 @@ def step_bytes(numbers: int, rows: int, judged: int, vocab_size: int, itemsize: 
     numbers: of one packed row, in the widest layer, that are there at the same time. judged: rows whose logits count.
     """
     return rows * numbers * itemsize + judged * vocab_size * (SAMPLING_BYTES + GRAPH_BYTES + itemsize)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What one device holds; str(plan) is an aligned table.
+
+    whole: bytes by name that do not depend on the number of slots. per_slot: bytes of each slot by name.
+    reserve: see `SpeculativeConfig.state_cache_reserve`; 0 where it does not apply.
+
+    >>> print(MemoryPlan({"weights": 2_000_000_000}, {"K/V": 1000, "hidden states": 0}, slots=50_000))
+    weights         2.00 GB
+    K/V             0.05 GB  1,000 bytes per token
+    in all          2.05 GB
+    tokens that fit  50,000
+    """
+
+    whole: Mapping[str, int]
+    per_slot: Mapping[str, int]
+    slots: int
+    reserve: float = 0.0
+
+    def __str__(self) -> str:
+        lines = [(name, gigabytes(size), "") for name, size in self.whole.items() if size]
+        for name, size in self.per_slot.items():
+            if size:
+                lines.append((name, gigabytes(size * self.slots), f"  {size:,} bytes per token"))
+        lines.append(("in all", gigabytes(sum(self.whole.values()) + self.slots * sum(self.per_slot.values())), ""))
+        if self.reserve:
+            lines.append(
+                ("state reserve", f"{self.reserve:.0%}", "  of the room, least that hidden states and draft get")
+            )
+        lines.append(("tokens that fit", f"{self.slots:,}", ""))
+        width = max(len(value) for _, value, _ in lines)
+        return "\n".join(f"{name:<16}{value:>{width}}{note}" for name, value, note in lines)
+
+
+def gigabytes(size: float) -> str:
+    """10^9 bytes, to two places.
+
+    >>> gigabytes(1.5e9)
+    '1.50 GB'
+    """
+    return f"{size / 1e9:,.2f} GB"

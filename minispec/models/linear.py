@@ -66,6 +66,21 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+def stored_bytes(*modules: nn.Module) -> int:
+    """Bytes of the weights in these modules; a tied head counts once more when it is packed."""
+    size, seen = 0, set()
+    for part in (part for module in modules for part in module.modules()):
+        tensors = dict(part.named_parameters(recurse=False))
+        if isinstance(part, Linear):
+            tensors["weight"] = part.packed if part.weight is None else part.weight
+        for name, tensor in tensors.items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                matrix = name == "weight" and isinstance(part, Linear)
+                size += tensor.numel() * (part.itemsize if matrix else tensor.element_size())
+    return size
+
+
 def quantize(module: nn.Module, kind: str) -> None:
     """Round the matrices of `module` to "int8" (one scale per output) or "fp8" with torchao; comes before `pack`.
 

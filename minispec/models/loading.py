@@ -32,6 +32,7 @@ from minispec.models.embedded import EMBEDDED_MODEL, fetch_embedded
 from minispec.models.gguf import GGUFFile
 from minispec.models.linear import quantize
 from minispec.models.llama import CausalLM
+from minispec.models.sharding import WHOLE, Shard
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja", "merges.txt", "vocab*")
@@ -43,12 +44,16 @@ HUB_FILES_UNUSED = ("consolidated*", "original/*")  # the same weights once more
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer (None if the checkpoint has none: ids only) and where it came from."""
+    """A model with its tokenizer (None if the checkpoint has none: ids only) and where it came from.
+
+    shard: the part of the model that this is; config tells the part's sizes.
+    """
 
     model: CausalLM
     tokenizer: PreTrainedTokenizerBase | None
     config: ModelConfig
     source: str
+    shard: Shard = WHOLE
 
 
 def load_model(
@@ -58,10 +63,11 @@ def load_model(
     device: str | torch.device = "cpu",
     quantization: str | None = None,
     progress: bool = True,
+    shard: Shard = WHOLE,
 ) -> LoadedModel:
     """Load a model and its tokenizer; see the module's docstring for what `name_or_path` may be.
 
-    quantization: "int8" or "fp8", see `linear.quantize`.
+    quantization: "int8" or "fp8", see `linear.quantize`. shard: load only this part.
     Raises ModelLoadError (a ValueError), one sentence that names what is missing, damaged or not supported.
     """
     path = find_model(str(name_or_path), progress)
@@ -70,12 +76,14 @@ def load_model(
         config, tokenizer, tensors = file.config, file.tokenizer(), file.tensors()
     else:
         config, tokenizer, tensors = read_config(path), read_tokenizer(path), read_tensors(path)
+    config, tensors = shard.config(config), shard.tensors(tensors)
     model = CausalLM(config, dtype=dtype, device=device)
+    shard.add_up(model.layers)
     fill(model, tqdm(tensors, desc="loading weights", unit=" tensors", delay=3, leave=False, disable=not progress))
     if quantization:
         quantize(model, quantization)
     model.pack()
-    return LoadedModel(model.eval(), tokenizer, config, str(path))
+    return LoadedModel(model.eval(), tokenizer, config, str(path), shard)
 
 
 def fill(model: CausalLM, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

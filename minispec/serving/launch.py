@@ -43,7 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", help="the name that clients ask for; None: the model path")
     add("--dtype", default="auto", help="auto, float32 (float), bfloat16, or float16 (half, CUDA only)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--tp-size", "--tensor-parallel-size", type=int, default=1, metavar="N", help="1: one device")
+    add("--tp-size", "--tensor-parallel-size", dest="tensor_parallel_size", type=int, default=1, metavar="N",
+        help="processes, with a device each, that share the model")  # fmt: skip
     add("--attention-backend", default="auto", metavar="NAME", help="auto, flashinfer (CUDA), or torch_native")
     add("--disable-cuda-graph", dest="enable_cuda_graphs", action="store_false", help="launch kernel by kernel")
     add = parser.add_argument_group("memory and scheduling").add_argument
@@ -82,8 +83,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The flags as keyword arguments of LLM. Raises ConfigError for what cannot be carried out, with the reason."""
-    if args.tp_size != 1:
-        raise ConfigError(f"--tp-size {args.tp_size}: this engine runs on one device, so only 1 is possible")
     options = {field.name: getattr(args, field.name) for field in fields(EngineConfig) if field.name in args}
     options["max_num_batched_tokens"] = max(
         EngineConfig.max_num_batched_tokens, args.max_num_seqs, args.chunked_prefill_size or 0

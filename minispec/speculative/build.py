@@ -7,13 +7,14 @@ Taught in notebook 12 (speculation inside the engine).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from minispec.config import ConfigError, SpeculativeConfig
@@ -22,6 +23,7 @@ from minispec.kv.pool import KVPool
 from minispec.models.config import ModelLoadError
 from minispec.models.eagle import load_eagle
 from minispec.models.embedded import EMBEDDED_MODEL, embedded_path
+from minispec.models.llama import CausalLM
 from minispec.models.loading import ASSETS, LoadedModel, load_model, read_safetensors, read_tensors
 from minispec.models.mtp import MTPWeights, NoMTPModule, load_mtp
 from minispec.runner import ModelRunner
@@ -39,13 +41,16 @@ EMBEDDED_HEAD = ASSETS / f"{EMBEDDED_MODEL}-mtp.safetensors"
 class Prepared:
     """A drafter whose weights are loaded; `build` makes it once there are slots.
 
-    bytes_per_slot: that it takes of the target's device. attentions: of its own there. reads_hidden: see `ModelRunner`.
+    bytes_per_slot: that it takes of the target's device, hidden_bytes of them for hidden states. attentions: of its own
+    there. reads_hidden: see `ModelRunner`. weights: modules of its own there.
     """
 
     build: Callable[[ModelRunner, KVPool], Drafter]
     bytes_per_slot: int = 0
     attentions: int = 0
     reads_hidden: bool = False
+    hidden_bytes: int = 0
+    weights: Sequence[nn.Module] = ()
 
 
 def prepare_drafters(
@@ -59,6 +64,8 @@ def prepare_drafters(
         return []
     prepared: list[Prepared] = []
     for name in ("mtp", "ngram") if config.draft_model == "auto" else config.drafters:
+        if loaded.shard.rank and name not in ("mtp", "early-exit"):
+            continue  # only process 0 drafts with what is not a part of the target
         if name == "ngram":
             copy = NgramDrafter(config.ngram_max, config.ngram_min, config.topk, config.candidate_length)
             prepared.append(Prepared(lambda runner, pool, copy=copy: copy))
@@ -84,11 +91,12 @@ def _model_drafter(
     where = {"dtype": dtype, "device": device, "quantization": config.draft_quantization}
     if name == "eagle":
         weights = load_eagle(Path(config.draft_head).expanduser(), loaded.model, **where)
-        return _reader(EagleDrafter, weights, dtype, choice)
+        return _reader(EagleDrafter, weights, loaded.model, dtype, choice)
     if name == "mtp":
-        weights = load_mtp(_mtp_tensors(config.draft_head, loaded), loaded.model, **where)
+        weights = load_mtp(loaded.shard.tensors(_mtp_tensors(config.draft_head, loaded)), loaded.model, **where)
+        loaded.shard.add_up(module.layer for module in weights.modules)
         used = replace(weights, modules=weights.modules[: config.candidate_length])  # a later one would never draft
-        return _reader(MTPDrafter, used, dtype, choice)
+        return _reader(MTPDrafter, used, loaded.model, dtype, choice)
     if name == "early-exit":
         layers, most = config.early_exit_layers or max(1, loaded.config.num_layers // 4), loaded.config.num_layers - 1
         if layers > most:
@@ -104,15 +112,20 @@ def _model_drafter(
     check_same_tokenizer(loaded.tokenizer, draft.tokenizer)
     shared = here == device
     size = draft.config.kv_bytes_per_token(dtype) if shared else 0
-    return Prepared(partial(StandaloneDrafter, draft.model, **choice), size, int(shared))
+    own = [draft.model] if shared else []
+    return Prepared(partial(StandaloneDrafter, draft.model, **choice), size, int(shared), weights=own)
 
 
-def _reader(kind: type[MTPDrafter], weights: MTPWeights, dtype: torch.dtype, choice: dict[str, Any]) -> Prepared:
+def _reader(
+    kind: type[MTPDrafter], weights: MTPWeights, target: CausalLM, dtype: torch.dtype, choice: dict[str, Any]
+) -> Prepared:
     """A drafter that reads the target's hidden states and keeps those of its modules."""
     count, config = len(weights.modules), weights.config
     hidden = (max(1, len(weights.layers)) + count) * config.hidden_size * dtype.itemsize
     size = hidden + count * replace(config, num_layers=1).kv_bytes_per_token(dtype)
-    return Prepared(partial(kind, weights, dtype=dtype, **choice), size, count, reads_hidden=True)
+    own = [*weights.modules, *([] if weights.head is target.head else [weights.head])]
+    own += [weights.embedding] if weights.embedding else []
+    return Prepared(partial(kind, weights, dtype=dtype, **choice), size, count, True, hidden, own)
 
 
 def _draft_device(name: str) -> torch.device:

@@ -99,6 +99,11 @@ class ModelDrafter:
         """What runs at this depth: `program`, unless a subclass says more."""
         return self.program
 
+    @property
+    def shared_programs(self) -> list[Program]:
+        """Those that compute with the target's layers or its hidden states: all processes of a group run them."""
+        return []
+
     def record(self, batches: Sequence[int], candidate_length: int) -> None:
         """Capture what a round of so many drafts runs: a catch-up after a verification, and one row for each draft."""
         for depth in range(candidate_length):
@@ -337,6 +342,11 @@ class MTPDrafter(ModelDrafter):
     def _program(self, depth: int) -> Program:
         return self.programs[min(depth + 1, self.chain), min(depth, self.chain)]
 
+    @property
+    def shared_programs(self) -> list[Program]:
+        """See ModelDrafter."""
+        return list(self.programs.values())
+
 
 class EagleDrafter(MTPDrafter):
     """An EAGLE head: one module, whose first hidden states may be of several layers of the target (models/eagle.py)."""
@@ -377,6 +387,11 @@ class EarlyExitDrafter(ModelDrafter):
     def cursor(self, request: Request) -> int:
         """The target itself has read all tokens but the last."""
         return request.kv_len
+
+    @property
+    def shared_programs(self) -> list[Program]:
+        """See ModelDrafter."""
+        return [self.program]
 
 
 def _causal_program(model: CausalLM, tenant: Tenant, num_layers: int | None = None) -> Program:
