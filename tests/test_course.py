@@ -823,6 +823,12 @@ def test_the_map_is_the_same_each_time_and_its_text_stays_in_its_boxes() -> None
         assert x + width <= smallest[0] + smallest[2] + 1, (x, y, width, smallest)
 
 
+def test_a_drawing_is_no_wider_than_a_small_window_and_keeps_its_shape() -> None:
+    drawings = [ElementTree.fromstring(figures.base.svg(width, 50, []).data) for width in (420, 840, 1050)]
+    looks = [[drawing.get(name) for name in ("width", "height", "viewBox")] for drawing in drawings]
+    assert looks == [["420", "50", "0 0 420 50"], ["840", "50", "0 0 840 50"], ["840", "40", "0 0 1050 50"]]
+
+
 def test_the_map_names_only_modules_that_exist_and_every_notebook() -> None:
     named = [module for stage in figures.STAGES for line in stage.modules for module in line.split()]
     assert len(named) >= 10 and all((PACKAGE / module).exists() for module in named)
@@ -1148,9 +1154,9 @@ def test_a_tree_stays_inside_its_page_with_boxes_side_by_side(film, runs) -> Non
     boxes = [
         tuple(float(r.get(k)) for k in ("x", "y", "width", "height")) for r in list(size)[1:] if r.tag.endswith("rect")
     ]
-    assert len(boxes) >= 2 * len(runs) + 2 and size.get("width") == "880"
+    assert len(boxes) >= 2 * len(runs) + 2 and size.get("viewBox").startswith("0 0 880 ")
     for i, (x, y, w, h) in enumerate(boxes):
-        assert 0 < x and x + w <= 880 and y + h <= float(size.get("height"))
+        assert 0 < x and x + w <= 880 and y + h <= float(size.get("viewBox").split()[3])
         assert not any(x < a + c and a < x + w and y < b + d and b < y + h for a, b, c, d in boxes[:i])
     lines = sorted((float(t.get("x")), float(t.get("y"))) for t in size.iter("{http://www.w3.org/2000/svg}text"))
     assert all(b[0] > a[0] or b[1] - a[1] >= 13 for a, b in itertools.pairwise(lines))

@@ -60,6 +60,7 @@ class Picture:
 
 SANS, MONO = "DejaVu Sans, Verdana, sans-serif", "DejaVu Sans Mono, Menlo, Consolas, monospace"
 MARGIN = 20
+MAX_WIDTH = 840  # pixels: JupyterLab shows a drawing as wide as it says, and small windows have little more
 
 
 def text(x: float, y: float, words: str, size: int = 12, *, font: str = SANS, fill: str = "", more: str = "") -> str:
@@ -77,6 +78,8 @@ def line(points: str, more: str = "") -> str:
 
 
 def svg(width: float, height: float, parts: Sequence[str]) -> SVG:
-    size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
+    """A drawing of `width` by `height` units; one too wide for the screen is shown smaller."""
+    shown = min(1, MAX_WIDTH / width)
+    size = f'width="{width * shown:g}" height="{height * shown:g}" viewBox="0 0 {width:g} {height:g}"'
     paper = f'<rect width="{width:g}" height="{height:g}" fill="white"/>'  # a dark theme would hide dark text
     return SVG("\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', paper, *parts, "</svg>"]))
