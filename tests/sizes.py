@@ -1,8 +1,8 @@
 """Count the code lines of the package: lines that are not blank, not only a comment and not part of a docstring.
 
 The engine is the machine that the course explains: scheduler, caches, attention, sampling, speculation, devices.
-Counted apart: the models (architectures, heads, file formats), the command line with its demo and benchmarks, the notebooks'
-checkers and figures, the training of heads, the HTTP server, the prompting language.
+Counted apart: the models (architectures, heads, file formats), the command line with its demo and benchmarks, the
+notebooks' checkers and figures, the training of heads, the HTTP server, the prompting language.
 
 python tests/sizes.py            print the table; exit 1 if a module or the package is over its budget
 python tests/sizes.py --write    also put the table into README.md, between its two `<!-- sizes -->` marks

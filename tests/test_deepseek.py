@@ -100,7 +100,7 @@ def test_a_cached_token_takes_one_latent_and_one_turned_key_per_layer(checkpoint
     folder, _ = checkpoints("deepseek v3")
     llm = make(folder, None, kv_cache_tokens=64)
     cache, config = llm.engine.runner.tenant.cache, llm.model_config
-    assert cache.k.shape == (3, 64, 1, 16 + 4) and cache.v.numel() == 0
+    assert cache.k.shape == (3, 64 + 1, 1, 16 + 4) and cache.v.numel() == 0
     assert cache.bytes_per_slot == config.kv_bytes_per_token(torch.float32) == 3 * 20 * 4
 
 

@@ -20,8 +20,8 @@ LAYERS = [
     ["account", "intake", "scheduler", "speculative"],
     ["engine"],
     ["doctor", "llm", "plan"],
-    ["bench", "bench_serve", "lang", "palette", "parallel_worker", "serving", "terminal", "training"],
-    ["demo"],
+    ["bench", "lang", "palette", "parallel_worker", "serving", "terminal", "training"],
+    ["bench_serve", "demo"],
     ["cli"],
     ["__main__", "launch_server"],
     ["course"],
@@ -91,7 +91,7 @@ def test_modules_and_package_stay_within_their_budget() -> None:
     many = {Path(f"{i}.py"): 400 for i in range(13)}
     assert sizes.over_budget(many) == ["the engine has 5200 lines, more than 5000"]
     course = {Path("course") / f"{i}.py": 400 for i in range(4)}
-    assert sizes.over_budget(course | {Path("a.py"): 400}) == ["course has 1600 lines, more than 1500"]
+    assert sizes.over_budget(course | {Path("a.py"): 400}) == ["course has 1600 lines, more than 1550"]
 
 
 def test_only_code_lines_count() -> None:

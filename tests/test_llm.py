@@ -330,7 +330,7 @@ def test_a_start_token_is_added_to_text_and_never_doubled_in_a_chat(folder):
         def __getattr__(self, name):
             return getattr(type(self).inner, name)
 
-        def encode(self, text, add_special_tokens=True):
+        def encode(self, text, add_special_tokens=True, verbose=True):
             calls.append(add_special_tokens)
             return [7, 8]
 

@@ -44,8 +44,10 @@ def unresolved(quoted: list[str]) -> list[str]:
         elif re.fullmatch(r"minispec(\.\w+)+", name):
             module, _, last = name.rpartition(".")
             good = is_module(name) or is_module(module) and last in names
-        elif match := re.fullmatch(r"([A-Z][a-z]*[A-Z][A-Za-z]*)(?:\.(\w+))?(?:\(.*\))?", name):
-            good = match[1] in names and (match[2] is None or match[2] in names[match[1]])
+        elif match := re.fullmatch(r"(?![A-Z]+$)([A-Z][a-z]*[A-Z][A-Za-z]*)(?:\.(\w+))?(?:\(.*\))?", name):
+            good = match[1] in names and (
+                match[2] is None or match[2] in names[match[1]] or f"self.{match[2]} = " in source
+            )
             good &= all(word in source for word in re.findall(r"(\w+)=", name))
         else:
             good = True  # a command, a package, a setting
@@ -64,7 +66,7 @@ def test_the_name_check_finds_what_does_not_exist() -> None:
         "minispec.kv.pond",
         "minispec.config.Configs",
         "SamplerParams",
-        "SpeculativeConfig.depth",
+        "SpeculativeConfig.shape",
         "MINISPEC_SPEED=9",
         "LLM(x_y=1)",
     ]

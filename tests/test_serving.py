@@ -24,7 +24,6 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -1035,19 +1034,9 @@ def test_what_cannot_be_carried_out_is_refused_with_the_reason(given: str, fragm
         EngineConfig(**options)
 
 
-def test_the_fraction_of_gpu_memory_holds_weights_and_pool(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fraction_of_gpu_memory_needs_a_gpu(folder: str) -> None:
     with pytest.raises(ConfigError, match="CUDA"):
         LLM(folder, mem_fraction_static=0.5)
-    sized = SimpleNamespace(
-        config=EngineConfig(mem_fraction_static=0.75),
-        device=SimpleNamespace(type="cuda"),
-        model_config=SimpleNamespace(kv_bytes_per_token=lambda dtype: 10),
-        dtype=None,
-    )
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (6000, 8000))  # 2000 are taken by the weights
-    assert LLM._default_cache_tokens(sized, 16) == (6000 - 2000) // 10
-    sized.config = EngineConfig()
-    assert LLM._default_cache_tokens(sized, 16) == 480
 
 
 def test_only_the_server_knows_the_web() -> None:
