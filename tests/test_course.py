@@ -159,7 +159,7 @@ def test_the_sizes_that_exercises_use_are_the_embedded_models(smollm2_path) -> N
     names = [
         name for name in vars(check.SMOLLM2) if name.startswith(("num_", "vocab", "hidden", "interm", "head", "tie"))
     ]
-    assert len(names) == 8 and [vars(config)[n] for n in names] == [vars(check.SMOLLM2)[n] for n in names]
+    assert len(names) == 9 and [vars(config)[n] for n in names] == [vars(check.SMOLLM2)[n] for n in names]
     assert check.SMOLLM2.num_parameters == 134_515_008
 
 

@@ -162,6 +162,7 @@ def serve(args: argparse.Namespace) -> None:
             max_queued_requests=args.max_queued_requests,
             request_timeout=args.request_timeout,
         )
+        listener.listen()  # who reads the next line may connect at once: it waits until the server takes it
         print(f"minispec serves {args.model_path} at {_url(listener)}", file=sys.stderr, flush=True)
         server.run(sockets=[listener])
 
