@@ -962,6 +962,7 @@ def test_flags_become_engine_options() -> None:
         "dtype": "float16", "device": "cuda:1", "context_length": 100, "max_num_seqs": 4, "chunked_prefill_size": 2048,
         "max_num_batched_tokens": 2048, "page_size": 8, "enable_radix_cache": False, "kv_cache_tokens": 4096,
         "enable_overlap": False, "mem_fraction_static": None, "tensor_parallel_size": 2, "speculative_config": None,
+            "attention_backend": "auto", "enable_cuda_graphs": True,
     }  # fmt: skip
 
 
