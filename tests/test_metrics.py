@@ -138,13 +138,16 @@ def test_an_end_inside_a_draft_undoes_the_drafts_behind_it(stop):
     assert list(event.drafts) == right[place + 1 : 5] and list(event.slots) == held[0][first + place : first + 4]
 
 
-def test_plain_decoding_and_unjudged_drafts_roll_nothing_back():
+def test_plain_decoding_rolls_nothing_back_and_a_bad_row_all_drafts_from_it_on():
     plain = run(tag_engine(), [[1, 2]])[0]
     assert plain.metrics.rollbacks == [] and plain.metrics.speculation.rollbacks == 0
     good = markov()
     broken = tag_engine(lambda t: [float("nan")] * 12 if len(t) > 5 else good(t), drafter=scripted(good))
     [failed] = run(broken, [[1, 2, 3]])
-    assert failed.finish_reason == "error" and failed.metrics.rollbacks == []
+    whole = tag_greedy(good, [1, 2, 3], 5)
+    [undone] = failed.metrics.rollbacks
+    assert failed.finish_reason == "error" and failed.output == whole[:3]
+    assert (undone.start, undone.drafts, undone.accepted) == (6, tuple(whole[3:]), 2)
 
 
 def test_times_are_counted_once_for_the_engine_and_in_full_for_each_request():
