@@ -117,14 +117,8 @@ def mtp_rows(drafter: MTPDrafter, tokens: list[int]) -> Iterator[tuple[int, torc
         yield k, *seen[-1], hidden
 
 
-@pytest.mark.parametrize("kind", ["mtp", "chain"])
-@pytest.mark.parametrize("page_size,radix,chunk,k", MODES)
-def test_draft_rows_that_are_called_exact_are_exact(tiny, kind, page_size, radix, chunk, k):
-    """After every step of every request, in every mode: no row of a rejected draft, of a chunk border or of another
-    request's prefix is ever taken for an exact one. The same for the hidden states that the next module reads."""
-    folder, _, prompts, _ = tiny
-    speculative = config_for(kind, tiny) | {"candidate_length": k}
-    llm = make(folder, speculative, page_size=page_size, enable_radix_cache=radix, chunked_prefill_size=chunk)
+def run_with_exact_draft_rows(llm: LLM, prompts: list[list[int]]) -> None:
+    """Run them, and after each step recompute every draft row that is called exact."""
     drafter, pool, checked = llm.engine.drafters[0], llm.engine.pool, 0
     for tensor in [t.cache.k for t in drafter.tenants] + [t.cache.v for t in drafter.tenants] + drafter.hidden:
         tensor.fill_(float("nan"))  # a hole would not go unseen
@@ -141,12 +135,23 @@ def test_draft_rows_that_are_called_exact_are_exact(tiny, kind, page_size, radix
                     torch.testing.assert_close(stored, tuple(expected), atol=1e-4, rtol=1e-4)
                 checked += end
     assert checked > 500
+
+
+@pytest.mark.parametrize("kind", ["mtp", "chain"])
+@pytest.mark.parametrize("page_size,radix,chunk,k", MODES)
+def test_draft_rows_that_are_called_exact_are_exact(tiny, kind, page_size, radix, chunk, k):
+    """After every step of every request, in every mode: no row of a rejected draft, of a chunk border or of another
+    request's prefix is ever taken for an exact one. The same for the hidden states that the next module reads."""
+    folder, _, prompts, _ = tiny
+    speculative = config_for(kind, tiny) | {"candidate_length": k}
+    llm = make(folder, speculative, page_size=page_size, enable_radix_cache=radix, chunked_prefill_size=chunk)
+    run_with_exact_draft_rows(llm, prompts)
     assert 0 < llm.engine.metrics.speculation.accepted < llm.engine.metrics.speculation.drafted
     if radix:  # rows of a cached prefix are used again, up to the last whole page
         [request] = llm.engine.add(prompts[0] + [5, 6, 7], greedy(8))
         while request.num_output < 1:
             llm.engine.step()
-        assert drafter.cursor(request) >= request.metrics.cached_tokens > 0
+        assert llm.engine.drafters[0].cursor(request) >= request.metrics.cached_tokens > 0
 
 
 @pytest.mark.parametrize("kind", ["mtp", "chain"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from test_attention import SLOTS, random_table
-from test_drafters import config_for, greedy, hot, make, mtp_rows, tiny  # noqa: F401
+from test_drafters import config_for, greedy, hot, make, run_with_exact_draft_rows, tiny  # noqa: F401
 from test_lossless import PROMPT, SMALLEST_P_VALUE, sample_and_compare
 from test_lossless import make as make_lossless
 from test_lossless import tiny as tiny_lossless  # noqa: F401
@@ -574,23 +574,8 @@ def test_draft_rows_that_are_called_exact_are_exact_after_a_path_has_moved(tiny,
     folder, _, prompts, _ = tiny
     speculative = config_for(kind, tiny) | TREE
     llm = make(folder, speculative, page_size=page_size, enable_radix_cache=radix, chunked_prefill_size=chunk)
-    drafter, pool, checked = llm.engine.drafters[0], llm.engine.pool, 0
-    for tensor in [t.cache.k for t in drafter.tenants] + [t.cache.v for t in drafter.tenants] + drafter.hidden:
-        tensor.fill_(float("nan"))
     with llm:
-        for index, prompt in enumerate(prompts):
-            llm.engine.add(prompt, hot() if index % 2 else greedy())
-        while llm.engine.has_work:
-            llm.engine.step()
-            for request in llm.engine.scheduler.running:
-                end = drafter.cursor(request)
-                if end > 1 and not request.in_prefill:
-                    for m, *expected in mtp_rows(drafter, request.tokens[:end]):
-                        slots, cache = torch.from_numpy(pool.slots(request)[m:end]), drafter.tenants[m - 1].cache
-                        stored = cache.k[0, slots], cache.v[0, slots], drafter.hidden[m][slots]
-                        torch.testing.assert_close(stored, tuple(expected), atol=1e-4, rtol=1e-4)
-                    checked += end
-        assert checked > 500
+        run_with_exact_draft_rows(llm, prompts)
         counts = llm.engine.metrics.speculation
         assert sum(counts.accepted_at[1:]) > 0  # two drafts of a path were kept, so something had to move
 
