@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from test_attention import SLOTS, random_table
-from test_drafters import config_for, greedy, hot, make, run_with_exact_draft_rows, tiny  # noqa: F401
+from test_drafters import config_for, greedy, make, run_with_exact_draft_rows, tiny  # noqa: F401
 from test_lossless import PROMPT, SMALLEST_P_VALUE, sample_and_compare
 from test_lossless import make as make_lossless
 from test_lossless import tiny as tiny_lossless  # noqa: F401
