@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+QUANTIZATIONS = ("int8", "int4", "fp8")
 GRAMMARS = ("json_schema", "regex", "ebnf")
 SGLANG_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 MAX_CANDIDATE_LENGTH = 64  # draft tokens; no drafter is right that far ahead
@@ -190,7 +191,7 @@ class SpeculativeConfig:
     draft_head: a safetensors file with an MTP module, or the folder or file of an EAGLE head.
     early_exit_layers: how many of the target's layers draft.
     draft_device: where a draft model of its own computes ("cpu", "cuda:1"); None: with the target.
-    draft_quantization: "int8" or "fp8" weights for the MTP module or the draft model, by torchao.
+    draft_quantization: "int8", "int4" or "fp8" weights for the MTP module or the draft model, as for the target.
     verification: "rejection" keeps a draft with probability min(1, p/q); "match" samples the target at every position
     and keeps drafts while they equal the sample. Both are exact; rejection never accepts less.
     ngram_max, ngram_min: longest and shortest suffix looked up, in tokens; the longest match wins.
@@ -265,7 +266,7 @@ class SpeculativeConfig:
         if self.draft_device is not None and not own_model:
             raise ConfigError(f"draft_device {self.draft_device!r} is for a draft model of its own, not for {names}")
         if self.draft_quantization is not None:
-            check_choice("draft_quantization", self.draft_quantization, ("int8", "fp8"))
+            check_choice("draft_quantization", self.draft_quantization, QUANTIZATIONS)
             if not own_model and not {"mtp", "eagle", "auto"} & set(names):
                 raise ConfigError(
                     f"draft_quantization is for 'mtp', 'eagle' or a draft model of its own, not for {names}"
@@ -335,6 +336,7 @@ class EngineConfig:
     kv_cache_tokens: slots in the pool, rounded down to whole pages; None chooses by device and model.
     mem_fraction_static: the share of a GPU's memory that weights and pool take together, instead of kv_cache_tokens.
     tensor_parallel_size: processes, each with a device of its own, that share the model (parallel.py).
+    quantization: weights of the layers in few bits: "int8" or "int4" (CPU), "int8" or "fp8" (CUDA, by torchao).
     attention_backend: "flashinfer" (CUDA, the gpu extra), "torch", or "auto": the first where it can be used.
     enable_cuda_graphs: launch decoding steps and drafts as recorded graphs, where FlashInfer computes attention.
     context_length: most tokens (prompt and output) of one request; None means the model's own limit.
@@ -354,6 +356,7 @@ class EngineConfig:
     mem_fraction_static: float | None = None
     context_length: int | None = None
     tensor_parallel_size: int = 1
+    quantization: str | None = None
     attention_backend: str = "auto"
     enable_cuda_graphs: bool = True
     enable_radix_cache: bool = True
@@ -379,6 +382,8 @@ class EngineConfig:
             )
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
             raise ConfigError(f"kv_cache_tokens {self.kv_cache_tokens} is less than one page of {self.page_size}")
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("attention_backend", self.attention_backend, ("auto", "torch", "flashinfer"))
         switches = ("enable_cuda_graphs", "enable_radix_cache", "enable_overlap", "enable_trace", "check_every_step")
         for name in switches:

@@ -149,8 +149,9 @@ class LLM:
     drafter: your own drafter instead of the one that speculative_config names: an object with `propose` and `release`,
     as `minispec.speculative.drafter.Drafter` describes them. speculative_config says how many drafts it is asked for.
     options: the fields of `minispec.config.EngineConfig`: page_size, max_num_batched_tokens, chunked_prefill_size,
-    max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, tensor_parallel_size, attention_backend,
-    enable_cuda_graphs, enable_radix_cache, enable_overlap, enable_trace, check_every_step, speculative_config.
+    max_num_seqs, kv_cache_tokens, mem_fraction_static, context_length, tensor_parallel_size, quantization,
+    attention_backend, enable_cuda_graphs, enable_radix_cache, enable_overlap, enable_trace, check_every_step,
+    speculative_config.
 
     tensor_parallel_size: so many processes, with a device each, share the model; this one starts the others. Under
     torchrun they run the same script: in all but process 0 the constructor serves it and then raises SystemExit.
@@ -187,7 +188,8 @@ class LLM:
 
     def _build(self, model: str, drafter: Drafter | None) -> None:
         where = {"dtype": self.dtype, "device": self.device}
-        loaded = load_model(model, **where, shard=self.group.shard if self.group else WHOLE)
+        shard = self.group.shard if self.group else WHOLE
+        loaded = load_model(model, **where, quantization=self.config.quantization, shard=shard)
         self.model, self.tokenizer, self.model_config = loaded.model, loaded.tokenizer, loaded.config
         context = self.config.context_length or loaded.config.context_length
         if context > loaded.config.context_length:

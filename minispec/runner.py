@@ -160,7 +160,7 @@ class ModelRunner:
         self.model, self.device = model, device
         self.num_text_tokens = num_text_tokens or config.vocab_size
         self.vocab_size = config.vocab_size
-        self.weight_bytes = config.num_parameters_read() * dtype.itemsize
+        self.weight_bytes = model.bytes_read()
         self.attention = attention  # as asked for; draft models ask for the same
         self.tenant = Tenant(config, config.num_layers, num_slots, dtype=dtype, device=device, attention=attention)
         self.program = Program(self._body, self.tenant)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from minispec.models.config import ModelConfig
+from minispec.models.kernels import RMSNorm
 from minispec.models.linear import Linear
 from minispec.models.rope import rotate, softmax_factor
 
@@ -38,9 +39,9 @@ class LatentAttention(nn.Module):
         queries = heads * (mla.nope_dim + mla.rope_dim)
         self.sizes = [mla.q_rank or queries, mla.kv_rank, mla.rope_dim]
         self.down = Linear(H, sum(self.sizes), **where)
-        self.q_norm = nn.RMSNorm(mla.q_rank, NORM_EPS, **where) if mla.q_rank else None
+        self.q_norm = RMSNorm(mla.q_rank, NORM_EPS, **where) if mla.q_rank else None
         self.q_up = Linear(mla.q_rank, queries, **where) if mla.q_rank else None
-        self.kv_norm = nn.RMSNorm(mla.kv_rank, NORM_EPS, **where)
+        self.kv_norm = RMSNorm(mla.kv_rank, NORM_EPS, **where)
         self.kv_up = nn.Parameter(torch.empty(heads * (mla.nope_dim + mla.value_dim), mla.kv_rank, **where))
         self.output = Linear(heads * mla.value_dim, H, **where)
         # `attend` divides by the square root of what it sees, R + r; the model was trained with that of D + r.

@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from minispec.models.config import ModelConfig, ModelLoadError
-from minispec.models.linear import Linear
-from minispec.models.llama import Attend, CausalLM, DecoderLayer, RMSNorm
+from minispec.models.kernels import RMSNorm
+from minispec.models.linear import Linear, bytes_read, matrices
+from minispec.models.llama import Attend, CausalLM, DecoderLayer
 from minispec.models.loading import read_json, read_safetensors
 from minispec.models.mtp import MTPWeights, fill_module, make_quick, target_ids
 from minispec.models.rope import rotary_frequencies, rotary_tables
@@ -137,7 +138,8 @@ def load_eagle(
         cos, sin = ((table * scale).to(dtype) for table in rotary_tables(frequencies, positions))
         return cos, sin
 
-    return MTPWeights([module], head, draft_ids, config, rotary, numbers, layers=layers)
+    of_head = sum(part.nbytes_read for part in matrices(head))
+    return MTPWeights([module], head, draft_ids, config, rotary, bytes_read(numbers, module), of_head, layers=layers)
 
 
 def _fused_layers(settings: dict, num_layers: int) -> tuple[int, ...]:

@@ -20,11 +20,11 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn import RMSNorm
 
 from minispec.models.config import ModelConfig, MoEConfig
 from minispec.models.deepseek import LatentAttention
-from minispec.models.linear import Linear
+from minispec.models.kernels import RMSNorm
+from minispec.models.linear import Linear, bytes_read, matrices
 from minispec.models.moe import MLP, MoE
 from minispec.models.rope import rotary_frequencies, rotary_tables, rotate
 
@@ -146,11 +146,17 @@ class CausalLM(nn.Module):
         """hidden [n, H] -> [n, V] float32. Ask only for rows whose next token is wanted: the head is a large matrix."""
         return self.head(hidden).float()
 
+    def bytes_read(self, layers: range | None = None) -> int:
+        """Bytes of weights that a forward of one token reads of `layers` (default: all), the norm and the head."""
+        layers = range(self.config.num_layers) if layers is None else layers
+        of_head = self.config.num_parameters_read(range(0))
+        of_layers = self.config.num_parameters_read(layers) - of_head
+        return bytes_read(of_layers, *(self.layers[i] for i in layers)) + bytes_read(of_head, self.head)
+
     def pack(self) -> None:
         """Reorder the weights for fast reading. After it they can no longer be filled or trained."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack()
+        for part in matrices(self):
+            part.pack()
 
     def weight_views(self) -> dict[str, torch.Tensor]:
         """Name in a Hugging Face checkpoint -> the part of our (fused) parameters that it fills."""

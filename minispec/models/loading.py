@@ -67,7 +67,8 @@ def load_model(
 ) -> LoadedModel:
     """Load a model and its tokenizer; see the module's docstring for what `name_or_path` may be.
 
-    quantization: "int8" or "fp8", see `linear.quantize`. shard: load only this part.
+    quantization: "int8", "int4" or "fp8" of all layers (not of the head), see `linear.quantize`.
+    shard: load only this part.
     Raises ModelLoadError (a ValueError), one sentence that names what is missing, damaged or not supported.
     """
     path = find_model(str(name_or_path), progress)
@@ -81,7 +82,7 @@ def load_model(
     shard.add_up(model.layers)
     fill(model, tqdm(tensors, desc="loading weights", unit=" tensors", delay=3, leave=False, disable=not progress))
     if quantization:
-        quantize(model, quantization)
+        quantize(model.layers, quantization)
     model.pack()
     return LoadedModel(model.eval(), tokenizer, config, str(path), shard)
 

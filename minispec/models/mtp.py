@@ -28,8 +28,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from minispec.models.config import ModelConfig, ModelLoadError
-from minispec.models.linear import Linear, quantize
-from minispec.models.llama import Attend, CausalLM, DecoderLayer, RMSNorm
+from minispec.models.kernels import RMSNorm
+from minispec.models.linear import Linear, bytes_read, matrices, quantize
+from minispec.models.llama import Attend, CausalLM, DecoderLayer
 
 # Family -> (prefix of module k's tensors, our part -> its name there). The decoder layer lies under `layer`.
 FAMILIES = {
@@ -87,8 +88,8 @@ class MTPWeights:
     """MTP modules in order of depth and the head that they share, ready to run.
 
     draft_ids: int64 [V'], the target's id of each row of the head; None: the rows are the target's vocabulary.
-    config: sizes of the modules' layer. rotary: positions [N] -> cos, sin [N, 1, D]. numbers: that a token reads of one
-    module. embedding: the modules' own; None: the target's.
+    config: sizes of the modules' layer. rotary: positions [N] -> cos, sin [N, 1, D]. module_bytes, head_bytes: that a
+    token reads of one module, and of the head. embedding: the modules' own; None: the target's.
     layers: of the target, whose inputs, side by side, are what the first module reads; none: its final hidden states.
     """
 
@@ -97,7 +98,8 @@ class MTPWeights:
     draft_ids: torch.Tensor | None
     config: ModelConfig
     rotary: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    numbers: int
+    module_bytes: int
+    head_bytes: int
     embedding: nn.Embedding | None = None
     layers: tuple[int, ...] = ()
 
@@ -117,7 +119,7 @@ def load_mtp(
     """Build the MTP modules that a checkpoint holds; found by tensor names, whatever its config promises.
 
     tensors: (name, tensor) pairs of the whole checkpoint or of a separate head file; others are passed over.
-    quantization: "int8" or "fp8" for the modules and a copy of the head, see `linear.quantize`.
+    quantization: "int8", "int4" or "fp8" for the modules and a copy of the head, see `linear.quantize`.
     Raises ModelLoadError when there are none (NoMTPModule), when they do not follow each other from their family's
     first number on, when one is incomplete or of another shape than the target's, or when d2t does not lead to
     different ids of the target.
@@ -157,7 +159,8 @@ def load_mtp(
         head.weight.copy_(rows)
     make_quick(modules if head is target.head else [*modules, head], quantization)
     embedding = None if embedding is None else nn.Embedding.from_pretrained(embedding)
-    return MTPWeights(modules, head, draft_ids, config, target.rotary, numbers, embedding)
+    size, of_head = bytes_read(numbers, modules[0]), bytes_read(head.numbers, head)
+    return MTPWeights(modules, head, draft_ids, config, target.rotary, size, of_head, embedding)
 
 
 def make_quick(parts: Iterable[nn.Module], quantization: str | None) -> None:
@@ -165,9 +168,8 @@ def make_quick(parts: Iterable[nn.Module], quantization: str | None) -> None:
     own = nn.ModuleList(parts)
     if quantization:
         quantize(own, quantization)
-    for part in own.modules():
-        if isinstance(part, Linear):
-            part.pack()
+    for part in matrices(own):
+        part.pack()
 
 
 def _own(

@@ -294,10 +294,9 @@ class MTPDrafter(ModelDrafter):
         self.modules, self.head, self.draft_ids = weights.modules, weights.head, weights.draft_ids
         self.target, self.chain = runner.model, len(self.modules)
         self.embedding, self.rotary = weights.embedding or self.target.embedding, weights.rotary
-        config, size = weights.config, self.modules[0].projection.itemsize
-        vocab_size = config.vocab_size if self.draft_ids is None else len(self.draft_ids)
-        self.weight_bytes = (weights.numbers + vocab_size * config.hidden_size) * size
-        self.deeper_bytes = (self.chain - 1) * weights.numbers * size
+        config = weights.config
+        self.weight_bytes = weights.module_bytes + weights.head_bytes
+        self.deeper_bytes = (self.chain - 1) * weights.module_bytes
         if weights.layers:
             runner.keep_layers(weights.layers)
         own = runner.hidden.new_zeros(len(runner.hidden), config.hidden_size)
@@ -363,7 +362,7 @@ class StandaloneDrafter(ModelDrafter):
         super().__init__(runner, pool, **choice)
         config, norm = model.config, model.norm.weight
         self.max_len, self.device = config.context_length, norm.device
-        self.weight_bytes = config.num_parameters_read() * model.head.itemsize
+        self.weight_bytes = model.bytes_read()
         self.tenant = Tenant(
             config, config.num_layers, pool.num_slots, dtype=norm.dtype, device=norm.device, attention=self.attention
         )
@@ -380,8 +379,7 @@ class EarlyExitDrafter(ModelDrafter):
 
     def __init__(self, num_layers: int, runner: ModelRunner, pool: KVPool, **choice: Any) -> None:
         super().__init__(runner, pool, **choice)
-        config = runner.model.config
-        self.weight_bytes = config.num_parameters_read(range(num_layers)) * runner.model.head.itemsize
+        self.weight_bytes = runner.model.bytes_read(range(num_layers))
         self.program = _causal_program(runner.model, runner.tenant, num_layers)
 
     def cursor(self, request: Request) -> int:
