@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
@@ -111,24 +109,40 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
-    from minispec.bench import bench, bench_steering, load_prompts
+    from minispec import bench as reports
+    from minispec.bench.host import bench_host
+    from minispec.bench.offline import bench, bench_batch
+    from minispec.bench.serve import bench_serve, servers
+    from minispec.bench.steering import bench_steering
 
-    options = {"dtype": args.dtype, "max_tokens": args.max_tokens, "rounds": args.rounds}
-    options["candidate_length"] = args.candidate_length
-    drafts, prompts = [name for name in args.drafts.split(",") if name], load_prompts(args.prompts)
-    if args.steering:
-        for draft in drafts:
-            bench_steering(args.model, prompts, draft=draft, **options)
+    questions = reports.load_prompts(args.prompts)
+    options = {name: getattr(args, name) for name in ("dtype", "max_tokens", "rounds")}
+    k, found, rows = args.candidate_length, None, []
+    if args.what == "host":
+        rows = bench_host()
+    elif args.what == "steering":
+        prompts = list(questions.values())
+        rows = [
+            bench_steering(args.model, prompts, draft=draft, candidate_length=k, **options) for draft in args.drafts
+        ]
     elif args.what == "serve":
-        from minispec.bench_serve import bench_serve, servers
-
-        with servers(args.model, args.dtype, drafts, args.candidate_length) as urls:
-            rows = bench_serve(urls, prompts, rates=args.rates, requests=args.requests, max_tokens=args.max_tokens,
-                               rounds=args.rounds)  # fmt: skip
-        if args.json:
-            Path(args.json).write_text(json.dumps(rows, indent=1), "utf-8")
+        load = {name: getattr(args, name) for name in ("rates", "requests", "max_tokens", "rounds")}
+        with servers(args.model, args.dtype, args.drafts, k) as urls:
+            rows = bench_serve(urls, list(questions.values()), **load)
+    elif args.what == "batch":
+        found = bench_batch(args.model, questions, batch=args.batch, **options)
     else:
-        bench(args.model, prompts, drafts=drafts, **options)
+        more = {"drafts": args.drafts, "quantization": args.quantization, "gguf": args.gguf}
+        found = bench(args.model, questions, candidate_length=k, **more, **options)
+    if args.json:
+        settings = {name: value for name, value in vars(args).items() if name not in ("run", "json", "figure")}
+        reports.write_json(args.json, settings, rows if found is None else reports.as_json(found))
+    if args.figure and found:
+        reports.draw(args.figure, found)
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
 
 
 def _numbers(text: str) -> list[float]:
@@ -313,21 +327,31 @@ def _parser() -> argparse.ArgumentParser:
     add("--bandwidth", type=float, default=4800, metavar="GB/s", help="memory bandwidth of a device (default: an H200)")
     add("--memory", type=float, default=141, metavar="GB", help="memory of a device")
     add("--dtype", default="bfloat16", help="bfloat16, float16 or float32; float8 files are computed in it as well")
-    bench = command("bench", _bench, "tokens per second next to transformers on the same weights, in one run")
-    bench.add_argument(
-        "what", nargs="?", choices=("offline", "serve"), default="offline", help="serve: HTTP under load"
-    )
-    bench.add_argument("--model", default="smollm2-135m", help="smollm2-135m, a folder, or org/name")
-    bench.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (CUDA only)")
-    bench.add_argument("--prompts", metavar="FILE", help="questions in Spec-Bench form (JSONL); None: six of our own")
-    bench.add_argument("--max-tokens", type=int, default=96, metavar="N", help="output tokens of each answer")
-    bench.add_argument("--candidate-length", type=int, default=4, metavar="K", help="draft tokens per step")
-    bench.add_argument("--drafts", default="ngram", metavar="A,B", help="drafters to compare, such as mtp,mtp+ngram")
-    bench.add_argument("--steering", action="store_true", help="compare the controller with fixed numbers of drafts")
-    bench.add_argument("--rounds", type=int, default=3, metavar="N", help="how often everything is repeated")
-    bench.add_argument("--rates", type=_numbers, default="1,2,4", metavar="R,R", help="serve: requests per second")
-    bench.add_argument("--requests", type=int, default=32, metavar="N", help="serve: at each rate, in each round")
-    bench.add_argument("--json", metavar="FILE", help="serve: where the figures go as well")
+    add = command(
+        "bench", _bench, "tokens per second next to transformers on the same weights, in one run"
+    ).add_argument
+    whats = {
+        "alone": "one prompt at a time",
+        "batch": "a crowd",
+        "serve": "servers under load",
+        "steering": "the controller and fixed numbers of drafts",
+        "host": "the engine without a model",
+    }
+    add("what", nargs="?", choices=whats, default="alone", help="; ".join(": ".join(each) for each in whats.items()))
+    add("--model", default="smollm2-135m", help="smollm2-135m, a folder, or org/name")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (CUDA only)")
+    add("--prompts", metavar="FILE", help="questions in Spec-Bench form (JSONL); None: six of our own")
+    add("--max-tokens", type=int, default=96, metavar="N", help="output tokens of each answer")
+    add("--candidate-length", type=int, default=4, metavar="K", help="draft tokens per step")
+    add("--drafts", type=_words, default="ngram", metavar="A,B", help="drafters to compare, such as mtp,mtp+ngram")
+    add("--quantization", type=_words, default="", metavar="A,B", help="alone: weights to compare as well, int8,int4")
+    add("--gguf", metavar="FILE", help="alone: a file for llama.cpp, to compare as well (llama-cpp-python)")
+    add("--batch", type=int, default=32, metavar="N", help="batch: prompts at once")
+    add("--rounds", type=int, default=3, metavar="N", help="how often everything is repeated")
+    add("--rates", type=_numbers, default="1,2,4", metavar="R,R", help="serve: requests per second")
+    add("--requests", type=int, default=32, metavar="N", help="serve: at each rate, in each round")
+    add("--json", metavar="FILE", help="write the figures and the machine card there as well")
+    add("--figure", metavar="FILE", help="alone, batch: draw the table there (.png, .svg)")
     command("fetch", _fetch, "fetch the embedded model (once) and print its folder")
     return parser
 

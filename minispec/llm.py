@@ -29,7 +29,6 @@ from minispec.kv.sizing import MemoryPlan, slots_that_fit, step_bytes
 from minispec.metrics import EngineMetrics, MetricsRow, RequestMetrics
 from minispec.models.linear import stored_bytes
 from minispec.models.loading import load_model
-from minispec.models.sharding import WHOLE
 from minispec.parallel import Group
 from minispec.runner import ModelRunner
 from minispec.sampling.distribution import token_logprobs
@@ -187,16 +186,15 @@ class LLM:
             raise
 
     def _build(self, model: str, drafter: Drafter | None) -> None:
-        where = {"dtype": self.dtype, "device": self.device}
-        shard = self.group.shard if self.group else WHOLE
-        loaded = load_model(model, **where, quantization=self.config.quantization, shard=shard)
+        at = {"dtype": self.dtype, "device": self.device}
+        loaded = load_model(model, **at, quantization=self.config.quantization, shard=self.group and self.group.shard)
         self.model, self.tokenizer, self.model_config = loaded.model, loaded.tokenizer, loaded.config
         context = self.config.context_length or loaded.config.context_length
         if context > loaded.config.context_length:
             limit = loaded.config.context_length
             raise ConfigError(f"context_length {context} is more than the {limit} tokens that this model can number")
         speculative = None if drafter else self.config.speculative_config
-        prepared = prepare_drafters(speculative, loaded, **where)
+        prepared = prepare_drafters(speculative, loaded, **at)
         num_slots = self.config.kv_cache_tokens or self._default_cache_tokens(context, prepared)
         num_slots = self.group.least(num_slots) if self.group else num_slots
         if self.config.page_size > num_slots:
@@ -212,7 +210,7 @@ class LLM:
             self.model,
             pool.num_slots,
             num_text_tokens=len(self.tokenizer) if self.tokenizer else None,
-            **where,
+            **at,
             keep_hidden=any(each.reads_hidden for each in prepared),
             attention=self.config.attention_backend,
         )
@@ -245,10 +243,10 @@ class LLM:
         hidden, drafts = sum(each.hidden_bytes for each in prepared), sum(each.bytes_per_slot for each in prepared)
         speculative = self.config.speculative_config if self.device.type == "cuda" else None
         own = sum(stored_bytes(*each.weights) for each in prepared)
-        weights = {"weights": stored_bytes(self.model), "draft weights": own}
         kv = self.model_config.kv_bytes_per_token(self.dtype)
         reserve = speculative.state_cache_reserve if speculative else 0.0
-        return MemoryPlan(weights, {"K/V": kv, "hidden states": hidden, "draft K/V": drafts - hidden}, slots, reserve)
+        weights, cells = stored_bytes(self.model), {"K/V": kv, "hidden states": hidden, "draft K/V": drafts - hidden}
+        return MemoryPlan({"weights": weights, "draft weights": own}, cells, slots, reserve)
 
     def _record(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
         """Capture the steps that come again and again, and tell what that cost."""

@@ -63,15 +63,15 @@ def load_model(
     device: str | torch.device = "cpu",
     quantization: str | None = None,
     progress: bool = True,
-    shard: Shard = WHOLE,
+    shard: Shard | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer; see the module's docstring for what `name_or_path` may be.
 
     quantization: "int8", "int4" or "fp8" of all layers (not of the head), see `linear.quantize`.
-    shard: load only this part.
+    shard: load only this part of it.
     Raises ModelLoadError (a ValueError), one sentence that names what is missing, damaged or not supported.
     """
-    path = find_model(str(name_or_path), progress)
+    path, shard = find_model(str(name_or_path), progress), shard or WHOLE
     if path.is_file():
         file = GGUFFile(path)
         config, tokenizer, tensors = file.config, file.tokenizer(), file.tensors()
