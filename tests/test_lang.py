@@ -274,17 +274,29 @@ def test_sampling_fields_have_both_names_and_gen_overrides_run(backend, runtime)
     assert ask.run(stop="abc", max_tokens=5, seed=3).text() == ask.run("abc", max_tokens=5, sampling_seed=3).text()
 
 
-def test_the_program_of_the_readme(server_url, runtime):
-    @sgl.function
-    def code_audit_workflow(s, code_snippet):
-        s += sgl.user(f"Please audit this C++ code for memory leaks or buffer overflows:\n{code_snippet}")
-        s += sgl.assistant(sgl.gen("analysis", max_tokens=24, temperature=0))
+SGLANG_PROGRAM = """
+import sglang as sgl
+@sgl.function
+def code_audit_workflow(s, code_snippet):
+    s += sgl.user(f"Please audit this C++ code for memory leaks or buffer overflows:\\n{code_snippet}")
+    s += sgl.assistant(sgl.gen("analysis", max_tokens=1024, temperature=0.1))
+sgl.set_default_backend(sgl.RuntimeEndpoint("http://localhost:30000"))
+result = code_audit_workflow.run(code_snippet=c_code)
+print(result["analysis"])
+"""
 
-    sgl.set_default_backend(sgl.RuntimeEndpoint(server_url))
-    result = code_audit_workflow.run(code_snippet="int* p = new int[3];")
-    message = result.messages()[0]
-    params = SamplingParams(max_tokens=24, temperature=0)
-    assert result["analysis"] == runtime._thread.submit(runtime.llm.chat, [message], params).result()[0].text
+
+def test_a_program_for_sglang_runs_with_another_import(server_url, capsys):
+    program = SGLANG_PROGRAM.replace("import sglang as", "import minispec.lang as")
+    program = program.replace("http://localhost:30000", server_url.replace("127.0.0.1", "localhost"))
+    names = {"c_code": "int* p = new int[3];"}
+    exec(program, names)
+    question, answer = names["result"].messages()
+    assert question["role"] == "user" and question["content"].endswith("overflows:\nint* p = new int[3];")
+    assert answer == {"role": "assistant", "content": names["result"]["analysis"]}
+    assert capsys.readouterr().out == names["result"]["analysis"] + "\n"
+    meta = names["result"].get_meta_info("analysis")
+    assert meta["completion_tokens"] > 1 and meta["prompt_tokens"] + meta["completion_tokens"] <= 512
 
 
 # Conversations --------------------------------------------------------------------------------------------------------
@@ -411,6 +423,8 @@ def test_a_run_can_be_cancelled():
     done = complete.run(start="x", backend=scripted)
     done.cancel()
     assert done["rest"] == "[7]"
+    with pytest.raises(ConfigError, match="has ended"):
+        done += "more"
 
 
 def test_who_comes_after_the_failure_is_told_at_once():
@@ -498,6 +512,25 @@ def test_branches_share_forwards_and_prefix(runtime):
     common = len(runtime.llm.encode("A common beginning that fills some pages of the cache, for every branch."))
     cached = sorted(meta["cached_tokens"] for meta in s.get_meta_info("own"))
     assert cached[0] == 0 and min(cached[1:]) >= common // PAGE * PAGE - PAGE
+
+
+def test_branches_over_a_server_share_their_prefix(server_url):
+    backend = sgl.RuntimeEndpoint(server_url)
+    next(backend.post("/flush_cache", {}))
+
+    @sgl.function
+    def ask(s):
+        s += "A beginning that fills some pages of the cache." + sgl.gen("common", max_tokens=8, **EXACT)
+        forks = s.fork(3)
+        forks += lambda i: f" Branch {i}:"
+        forks += sgl.gen("own", max_tokens=4, **EXACT)
+        forks.join()
+
+    s = ask.run(backend=backend)
+    common = s.get_meta_info("common")
+    assert common["cached_tokens"] == 0
+    shared = common["prompt_tokens"] // PAGE * PAGE  # what the common gen has left, in whole pages
+    assert all(meta["cached_tokens"] >= shared - PAGE for meta in s.get_meta_info("own"))
 
 
 def fresh_pool(llm: LLM) -> None:
