@@ -991,6 +991,13 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_loaded() -> None:
         bind("127.0.0.1", 70000)
 
 
+def test_an_answer_is_sent_at_once(server: Running) -> None:
+    server.http.get("/health")
+    connections = [protocol.transport for protocol in server.server._server.server_state.connections]
+    options = [c.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for c in connections]
+    assert options and all(options), "without it each answer waits for the client's delayed ACK"
+
+
 def flags(*argv: str) -> Any:
     parser = ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_flags(parser)
