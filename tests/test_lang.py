@@ -328,7 +328,14 @@ def block_turns(s):
         s += "So: " + sgl.gen("answer", 6) + "."
 
 
-@pytest.mark.parametrize("program", [whole_turns, marked_turns, block_turns], ids=lambda p: p.__name__)
+@sgl.function
+def called_turns(s):
+    s.system("Be short.")
+    s.user("Hi " + sgl.gen("thought", 3))
+    s.assistant("So: " + sgl.gen("answer", 6) + ".")
+
+
+@pytest.mark.parametrize("program", [whole_turns, marked_turns, block_turns, called_turns], ids=lambda p: p.__name__)
 def test_turns_are_written_by_the_models_template(backend, runtime, program):
     s = program.run(**EXACT)
     opening = "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi "
@@ -338,6 +345,17 @@ def test_turns_are_written_by_the_models_template(backend, runtime, program):
     assert s.text() == f"{before}{s['answer']}.<|im_end|>\n"
     assert [m["role"] for m in s.messages()] == ["system", "user", "assistant"]
     assert s.messages()[2]["content"] == f"So: {s['answer']}."
+
+
+def test_a_conversation_may_begin_with_the_assistant(backend, runtime):
+    @sgl.function
+    def tool_use(s, question):
+        s += sgl.assistant(f"To answer: {question} I need a " + sgl.gen("tool", choices=["calculator", "web"]) + ".")
+        s += sgl.assistant("I write: " + sgl.gen("text", max_tokens=6, **EXACT))
+
+    s = tool_use("What is 2 * 2?")
+    begun = f"<|im_start|>assistant\nTo answer: What is 2 * 2? I need a {s['tool']}.<|im_end|>\n"
+    assert s["text"] == greedy(runtime, f"{begun}<|im_start|>assistant\nI write: ", 6)
 
 
 def test_turns_that_cannot_stand_where_they_are_are_refused():
@@ -393,7 +411,7 @@ def test_pieces_add_up_to_the_text(backend):
         s = program.run(stream=True, **arguments)
         pieces = list(s.text_iter())
         assert len(pieces) > 8 and "".join(pieces) == s.text() == program.run(**arguments).text()
-        assert "".join(s.text_iter(name)) == s[name]  # afterwards too, and as often as wanted
+        assert "".join(s.text_iter(var_name=name)) == s[name]  # afterwards too, and as often as wanted
 
 
 def test_a_stream_returns_at_once_and_shows_what_is_there():

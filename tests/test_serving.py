@@ -781,10 +781,12 @@ def test_abort_request_ends_it_by_its_id(folder: str) -> None:
         gate.open()
         for item in running.result().json():
             assert item["meta_info"]["finish_reason"] == {"type": "abort"} and len(item["output_ids"]) < 400
-        long = pool.submit(server.post, "/generate", body)
+        long = pool.submit(server.post, "/generate", body | {"stream": True, "return_logprob": True})
         wait_until(lambda: llm.engine.requests or long.done())
         server.post("/abort_request", {"abort_all": True})
-        assert long.result().status_code == 200
+        *items, done = events(long.result().text)
+        assert done == "[DONE]" and items[-1]["meta_info"]["finish_reason"] == {"type": "abort"}
+        assert all(token >= 0 for item in items for token in item["output_ids"])
         server.idle()
 
 
