@@ -108,6 +108,7 @@ class StubEndpoint:
 
     def post(self, path: str, body: dict):
         sent.append((self.url, path, body.get("text")))
+        assert path == "/flush_cache" or body["sampling_params"]["ignore_eos"], "each answer has as many tokens"
         if body.get("text") == "bad":
             raise BackendError("no")
         yield {"meta_info": {"completion_tokens": 0}}
@@ -166,11 +167,11 @@ def test_real_servers_under_load(tmp_path):
 
 def test_the_command_starts_a_server_and_writes_json(tmp_path, capsys):
     model, out = str(write_tiny_checkpoint(tmp_path, "llama")), tmp_path / "out.json"
-    command = ["bench", "serve", "--model", model, "--dtype", "float32", "--drafts", "", "--rates", "50"]
+    command = ["bench", "serve", "--model", model, "--dtype", "float32", "--drafts", "ngram", "--rates", "50"]
     assert main([*command, "--requests", "2", "--max-tokens", "8", "--rounds", "1", "--json", str(out)]) == 0
-    [row] = json.loads(out.read_text())
-    assert (row["server"], row["rate"], row["completed"]) == ("plain", 50, 2)
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    rows = json.loads(out.read_text())
+    assert [(row["server"], row["rate"], row["completed"]) for row in rows] == [("plain", 50, 2), ("ngram", 50, 2)]
+    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path, capsys):

@@ -383,6 +383,30 @@ def test_what_gen_writes_can_be_constrained(backend, runtime):
         sgl.function(lambda s: s.__iadd__("a " + sgl.gen("b", regex="("))).run()
 
 
+def test_nobody_waits_while_a_grammar_is_compiled(runtime, monkeypatch):
+    grammars, threads = runtime.llm.engine.intake.grammars, []
+    compile = grammars.compile
+    monkeypatch.setattr(
+        grammars, "compile", lambda *given: threads.append(threading.current_thread().name) or compile(*given)
+    )
+    sgl.function(lambda s: s.__iadd__("a " + sgl.gen("b", regex="a|bc"))).run(backend=runtime)
+    assert threads[0].startswith("minispec-program")
+
+
+def test_one_step_at_a_time_is_queued(runtime):
+    def ask() -> int:
+        llm = runtime.llm
+        requests = [llm.engine.add([5, 6], SamplingParams(max_tokens=4))[0] for _ in range(3)]
+        for _ in requests:
+            runtime._queue_step()
+        queued = runtime._thread._work_queue.qsize()
+        for request in requests:
+            llm.abort(request.id)
+        return queued
+
+    assert runtime._thread.submit(ask).result() == 1
+
+
 def test_an_empty_regex_is_refused_and_does_not_hang(backend):
     with pytest.raises(ConfigError, match="regex must be text that is not empty"):
         complete.run(start="x", regex="")

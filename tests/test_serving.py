@@ -590,7 +590,7 @@ def test_a_full_queue_is_a_429_and_room_comes_back(folder: str) -> None:
     llm = tiny_llm(folder, max_num_seqs=1)
     gate = Gate(llm)
     with serving(llm, max_queued_requests=2) as server, ThreadPoolExecutor(4) as pool:
-        body = {"prompt": "x", "max_tokens": 2}
+        body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
         waiting = [pool.submit(server.post, "/v1/completions", body | {"n": n}) for n in (2, 1)]
         wait_until(lambda: len(llm.engine.requests) + gate.steps >= 1)
         gate.let(1)  # takes what has come meanwhile
@@ -600,11 +600,15 @@ def test_a_full_queue_is_a_429_and_room_comes_back(folder: str) -> None:
         assert response.headers["Retry-After"] == "1"
         with pytest.raises(openai.RateLimitError):
             server.openai.completions.create(model="tiny", prompt="x")
-        probe = pool.submit(server.http.get, "/health_generate")  # a full queue is no illness
         assert server.http.get("/health").status_code == 200
+        probe = pool.submit(server.http.get, "/health_generate")
+        wait_until(lambda: not app_engine(server)._commands.empty())
+        while not probe.done():
+            gate.let(1)
+        assert probe.result().status_code == 200, "a full queue is no illness"
+        assert not any(w.done() for w in waiting)
         gate.open()
         assert [w.result().status_code for w in waiting] == [200] * 2
-        assert probe.result().status_code == 200
         assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200
         server.idle()
 
