@@ -138,16 +138,21 @@ def test_every_server_gets_the_same_requests_and_an_empty_cache(monkeypatch, cap
     assert [url for url, *_ in loads] == ["A", "B"] * 4
     pairs = list(zip(loads[::2], loads[1::2], strict=True))
     assert all(a[1:] == b[1:] for a, b in pairs) and len({a[2] for a, _ in pairs}) == 4
+    gaps.clear()
+    bench_serve.bench_serve(urls, ["x", "bad"], rates=[200, 1000], requests=12, max_tokens=4, rounds=2)
+    assert gaps[2:] == loads, "another run has the same load"
     mean = sum(sum(a[2]) / 12 for a, _ in pairs[::2]) / 2
     assert 0.5 / 200 < mean < 2 / 200, "the rate is the one asked for"
-    assert [entry for entry in sent if entry[1] == "/flush_cache"] == [(u, "/flush_cache", None) for u in "ABABABAB"]
+    assert [entry for entry in sent if entry[1] == "/flush_cache"] == [
+        (u, "/flush_cache", None) for u in "ABABABAB" * 2
+    ]
     for row in rows:
         assert row["failed"] + row["completed"] == 24 and 0 < row["failed"] < 24
     for name, value in (("requests", 0), ("rounds", 0), ("max_tokens", 0), ("rates", [0])):
         given = {"rates": [1], "requests": 1, "max_tokens": 1, "rounds": 1} | {name: value}
         with pytest.raises(ConfigError, match=name.removesuffix("s")):
             bench_serve.bench_serve(urls, ["x"], **given)
-    assert capsys.readouterr().out.count("\n") == 6
+    assert capsys.readouterr().out.count("\n") == 6 * 2
 
 
 def test_real_servers_under_load(tmp_path):

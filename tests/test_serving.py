@@ -356,7 +356,9 @@ def test_generate_takes_lists(server: Running) -> None:
     many["sampling_params"][0]["ignore_eos"] = many["sampling_params"][1]["ignore_eos"] = True
     got = server.post("/generate", many).json()
     assert [(item["index"], len(item["output_ids"])) for item in got] == [(0, 2), (1, 3), (2, 3)]
-    assert len(server.post("/generate", {"text": ["one"], "sampling_params": {"max_new_tokens": 1}}).json()) == 1
+    alone = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 0, "speculative": False}
+    [item] = server.post("/generate", {"text": ["abc abc abc abc"], "sampling_params": alone}).json()
+    assert item["meta_info"]["spec_verify_ct"] == 0 and item["meta_info"]["spec_correct_drafts_histogram"] == []
 
 
 def test_the_cache_can_be_flushed(server: Running) -> None:
