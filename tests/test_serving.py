@@ -709,7 +709,7 @@ def test_the_engine_thread_needs_no_http(folder: str) -> None:
         short = await engine.submit("short", [([5, 6], SamplingParams(max_tokens=2, ignore_eos=True))])
         [whole] = await short.whole()
         assert len(whole.token_ids) == 2 and whole.finish_reason == "length" and short._timer.cancelled()
-        again = await engine.submit("short", [([5, 6], SamplingParams(max_tokens=2, ignore_eos=True))])
+        again = await engine.submit("short", [([5, 6], SamplingParams(max_tokens=20, ignore_eos=True))])
         engine.abort(short)  # it has ended, and its name is another's
         assert [update.finish_reason for update in await again.whole()] == ["length"]
         late = await engine.submit("late", [([5, 6], SamplingParams(max_tokens=400, ignore_eos=True))])
