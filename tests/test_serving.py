@@ -40,6 +40,7 @@ from tools import assert_idle
 from minispec import LLM, SamplingParams
 from minispec.config import ConfigError, EngineConfig, SpeculativeConfig
 from minispec.core import TokenLogprob
+from minispec.serving import api
 from minispec.serving.api import ServerSettings
 from minispec.serving.engine_thread import EngineThread, TimedOut, Unavailable, Update
 from minispec.serving.launch import REFUSED, BackgroundServer, add_flags, bind, engine_options, speculative_options
@@ -615,6 +616,19 @@ def test_a_full_queue_is_a_429_and_room_comes_back(folder: str) -> None:
         server.idle()
 
 
+def test_an_engine_that_stands_still_is_ill(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "PROBE_SECONDS", 0.1)
+    llm = tiny_llm(folder)
+    gate = Gate(llm)
+    with serving(llm) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/v1/completions", {"prompt": "x", "max_tokens": 2})
+        wait_until(lambda: gate.held)
+        assert_error(server.http.get("/health_generate"), 503, "0.1 seconds")
+        gate.open()
+        assert running.result().status_code == 200
+        server.idle()
+
+
 def app_engine(server: Running) -> Any:
     """The bridge inside a running server."""
     return server.server._server.config.app.state.server.engine
@@ -728,6 +742,9 @@ def test_the_engine_thread_needs_no_http(folder: str) -> None:
         assert [update.finish_reason for update in await last.whole()] == ["abort"]
         with pytest.raises(Unavailable):
             await engine.call(lambda llm: None)
+        with pytest.raises(Unavailable):
+            await engine.submit("after", [([5], SamplingParams())])
+        assert not engine.submissions
 
     asyncio.run(alone())
     assert [request.id for request in finished] == ["short", "short", "late", "last"]
@@ -922,7 +939,7 @@ OTHER_NAMES = [*NOT_CARRIED_OUT, "x", "response_format", "guided_choice", "struc
 GOOD_VALUES = {"prompt": "x", "messages": CHAT, "text": "x", "model": "tiny", "max_tokens": 2, "n": 2, "stream": True}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), good=st.sets(st.sampled_from(sorted(GOOD_VALUES))))
 def test_whatever_is_sent_the_server_refuses_or_answers(shared: Running, data: st.DataObject, good: set) -> None:
     """Paths and fields are those of the OpenAPI page, and some that a client may send besides."""

@@ -337,7 +337,7 @@ async def _refuse(http: HTTPRequest, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]  # the others may be about the same value
         param = ".".join(str(part) for part in first["loc"][1:]) or "body"
-        if param == "body" and "json" not in http.headers.get("content-type", ""):
+        if "json" not in http.headers.get("content-type", ""):
             first = {"msg": "it must be JSON, sent with the header Content-Type: application/json"}
         return JSONResponse(_error(400, f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param), 400)
     if isinstance(error, HTTPException):
