@@ -194,6 +194,7 @@ class StubEndpoint:
 
     def post(self, path: str, body: dict):
         sent.append((self.url, path, body.get("text")))
+        assert path == "/flush_cache" or body["sampling_params"]["ignore_eos"], "each answer has as many tokens"
         if body.get("text") == "bad":
             raise BackendError("no")
         yield {"meta_info": {"completion_tokens": 0}}
@@ -223,16 +224,21 @@ def test_every_server_gets_the_same_requests_and_an_empty_cache(monkeypatch, cap
     assert [url for url, *_ in loads] == ["A", "B"] * 4
     pairs = list(zip(loads[::2], loads[1::2], strict=True))
     assert all(a[1:] == b[1:] for a, b in pairs) and len({a[2] for a, _ in pairs}) == 4
+    gaps.clear()
+    bench_serve.bench_serve(urls, ["x", "bad"], rates=[200, 1000], requests=12, max_tokens=4, rounds=2)
+    assert gaps[2:] == loads, "another run has the same load"
     mean = sum(sum(a[2]) / 12 for a, _ in pairs[::2]) / 2
     assert 0.5 / 200 < mean < 2 / 200, "the rate is the one asked for"
-    assert [entry for entry in sent if entry[1] == "/flush_cache"] == [(u, "/flush_cache", None) for u in "ABABABAB"]
+    assert [entry for entry in sent if entry[1] == "/flush_cache"] == [
+        (u, "/flush_cache", None) for u in "ABABABAB" * 2
+    ]
     for row in rows:
         assert row["failed"] + row["completed"] == 24 and 0 < row["failed"] < 24
     for name, value in (("requests", 0), ("rounds", 0), ("max_tokens", 0), ("rates", [0])):
         given = {"rates": [1], "requests": 1, "max_tokens": 1, "rounds": 1} | {name: value}
         with pytest.raises(ConfigError, match=name.removesuffix("s")):
             bench_serve.bench_serve(urls, ["x"], **given)
-    assert capsys.readouterr().out.count("\n") == 6
+    assert capsys.readouterr().out.count("\n") == 6 * 2
 
 
 def test_real_servers_under_load(tmp_path):
@@ -252,11 +258,11 @@ def test_real_servers_under_load(tmp_path):
 
 def test_the_command_starts_a_server_and_writes_json(tmp_path, capsys):
     model, out = str(write_tiny_checkpoint(tmp_path, "llama")), tmp_path / "out.json"
-    command = ["bench", "serve", "--model", model, "--dtype", "float32", "--drafts", "", "--rates", "50"]
+    command = ["bench", "serve", "--model", model, "--dtype", "float32", "--drafts", "ngram", "--rates", "50"]
     assert main([*command, "--requests", "2", "--max-tokens", "8", "--rounds", "1", "--json", str(out)]) == 0
-    [row] = json.loads(out.read_text())["results"]
-    assert (row["server"], row["rate"], row["completed"]) == ("plain", 50, 2)
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    rows = json.loads(out.read_text())["results"]
+    assert [(row["server"], row["rate"], row["completed"]) for row in rows] == [("plain", 50, 2), ("ngram", 50, 2)]
+    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path, capsys):

@@ -274,17 +274,29 @@ def test_sampling_fields_have_both_names_and_gen_overrides_run(backend, runtime)
     assert ask.run(stop="abc", max_tokens=5, seed=3).text() == ask.run("abc", max_tokens=5, sampling_seed=3).text()
 
 
-def test_the_program_of_the_readme(server_url, runtime):
-    @sgl.function
-    def code_audit_workflow(s, code_snippet):
-        s += sgl.user(f"Please audit this C++ code for memory leaks or buffer overflows:\n{code_snippet}")
-        s += sgl.assistant(sgl.gen("analysis", max_tokens=24, temperature=0))
+SGLANG_PROGRAM = """
+import sglang as sgl
+@sgl.function
+def code_audit_workflow(s, code_snippet):
+    s += sgl.user(f"Please audit this C++ code for memory leaks or buffer overflows:\\n{code_snippet}")
+    s += sgl.assistant(sgl.gen("analysis", max_tokens=1024, temperature=0.1))
+sgl.set_default_backend(sgl.RuntimeEndpoint("http://localhost:30000"))
+result = code_audit_workflow.run(code_snippet=c_code)
+print(result["analysis"])
+"""
 
-    sgl.set_default_backend(sgl.RuntimeEndpoint(server_url))
-    result = code_audit_workflow.run(code_snippet="int* p = new int[3];")
-    message = result.messages()[0]
-    params = SamplingParams(max_tokens=24, temperature=0)
-    assert result["analysis"] == runtime._thread.submit(runtime.llm.chat, [message], params).result()[0].text
+
+def test_a_program_for_sglang_runs_with_another_import(server_url, capsys):
+    program = SGLANG_PROGRAM.replace("import sglang as", "import minispec.lang as")
+    program = program.replace("http://localhost:30000", server_url.replace("127.0.0.1", "localhost"))
+    names = {"c_code": "int* p = new int[3];"}
+    exec(program, names)
+    question, answer = names["result"].messages()
+    assert question["role"] == "user" and question["content"].endswith("overflows:\nint* p = new int[3];")
+    assert answer == {"role": "assistant", "content": names["result"]["analysis"]}
+    assert capsys.readouterr().out == names["result"]["analysis"] + "\n"
+    meta = names["result"].get_meta_info("analysis")
+    assert meta["completion_tokens"] > 1 and meta["prompt_tokens"] + meta["completion_tokens"] <= 512
 
 
 # Conversations --------------------------------------------------------------------------------------------------------
@@ -316,7 +328,14 @@ def block_turns(s):
         s += "So: " + sgl.gen("answer", 6) + "."
 
 
-@pytest.mark.parametrize("program", [whole_turns, marked_turns, block_turns], ids=lambda p: p.__name__)
+@sgl.function
+def called_turns(s):
+    s.system("Be short.")
+    s.user("Hi " + sgl.gen("thought", 3))
+    s.assistant("So: " + sgl.gen("answer", 6) + ".")
+
+
+@pytest.mark.parametrize("program", [whole_turns, marked_turns, block_turns, called_turns], ids=lambda p: p.__name__)
 def test_turns_are_written_by_the_models_template(backend, runtime, program):
     s = program.run(**EXACT)
     opening = "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi "
@@ -326,6 +345,17 @@ def test_turns_are_written_by_the_models_template(backend, runtime, program):
     assert s.text() == f"{before}{s['answer']}.<|im_end|>\n"
     assert [m["role"] for m in s.messages()] == ["system", "user", "assistant"]
     assert s.messages()[2]["content"] == f"So: {s['answer']}."
+
+
+def test_a_conversation_may_begin_with_the_assistant(backend, runtime):
+    @sgl.function
+    def tool_use(s, question):
+        s += sgl.assistant(f"To answer: {question} I need a " + sgl.gen("tool", choices=["calculator", "web"]) + ".")
+        s += sgl.assistant("I write: " + sgl.gen("text", max_tokens=6, **EXACT))
+
+    s = tool_use("What is 2 * 2?")
+    begun = f"<|im_start|>assistant\nTo answer: What is 2 * 2? I need a {s['tool']}.<|im_end|>\n"
+    assert s["text"] == greedy(runtime, f"{begun}<|im_start|>assistant\nI write: ", 6)
 
 
 def test_turns_that_cannot_stand_where_they_are_are_refused():
@@ -351,6 +381,30 @@ def test_what_gen_writes_can_be_constrained(backend, runtime):
     assert s.get_meta_info("day")["finish_reason"]["type"] == "stop"
     with pytest.raises(ConfigError, match="regex '.' cannot be used"):
         sgl.function(lambda s: s.__iadd__("a " + sgl.gen("b", regex="("))).run()
+
+
+def test_nobody_waits_while_a_grammar_is_compiled(runtime, monkeypatch):
+    grammars, threads = runtime.llm.engine.intake.grammars, []
+    compile = grammars.compile
+    monkeypatch.setattr(
+        grammars, "compile", lambda *given: threads.append(threading.current_thread().name) or compile(*given)
+    )
+    sgl.function(lambda s: s.__iadd__("a " + sgl.gen("b", regex="a|bc"))).run(backend=runtime)
+    assert threads[0].startswith("minispec-program")
+
+
+def test_one_step_at_a_time_is_queued(runtime):
+    def ask() -> int:
+        llm = runtime.llm
+        requests = [llm.engine.add([5, 6], SamplingParams(max_tokens=4))[0] for _ in range(3)]
+        for _ in requests:
+            runtime._queue_step()
+        queued = runtime._thread._work_queue.qsize()
+        for request in requests:
+            llm.abort(request.id)
+        return queued
+
+    assert runtime._thread.submit(ask).result() == 1
 
 
 def test_an_empty_regex_is_refused_and_does_not_hang(backend):
@@ -381,7 +435,7 @@ def test_pieces_add_up_to_the_text(backend):
         s = program.run(stream=True, **arguments)
         pieces = list(s.text_iter())
         assert len(pieces) > 8 and "".join(pieces) == s.text() == program.run(**arguments).text()
-        assert "".join(s.text_iter(name)) == s[name]  # afterwards too, and as often as wanted
+        assert "".join(s.text_iter(var_name=name)) == s[name]  # afterwards too, and as often as wanted
 
 
 def test_a_stream_returns_at_once_and_shows_what_is_there():
@@ -411,6 +465,8 @@ def test_a_run_can_be_cancelled():
     done = complete.run(start="x", backend=scripted)
     done.cancel()
     assert done["rest"] == "[7]"
+    with pytest.raises(ConfigError, match="has ended"):
+        done += "more"
 
 
 def test_who_comes_after_the_failure_is_told_at_once():
@@ -498,6 +554,25 @@ def test_branches_share_forwards_and_prefix(runtime):
     common = len(runtime.llm.encode("A common beginning that fills some pages of the cache, for every branch."))
     cached = sorted(meta["cached_tokens"] for meta in s.get_meta_info("own"))
     assert cached[0] == 0 and min(cached[1:]) >= common // PAGE * PAGE - PAGE
+
+
+def test_branches_over_a_server_share_their_prefix(server_url):
+    backend = sgl.RuntimeEndpoint(server_url)
+    next(backend.post("/flush_cache", {}))
+
+    @sgl.function
+    def ask(s):
+        s += "A beginning that fills some pages of the cache." + sgl.gen("common", max_tokens=8, **EXACT)
+        forks = s.fork(3)
+        forks += lambda i: f" Branch {i}:"
+        forks += sgl.gen("own", max_tokens=4, **EXACT)
+        forks.join()
+
+    s = ask.run(backend=backend)
+    common = s.get_meta_info("common")
+    assert common["cached_tokens"] == 0
+    shared = common["prompt_tokens"] // PAGE * PAGE  # what the common gen has left, in whole pages
+    assert all(meta["cached_tokens"] >= shared - PAGE for meta in s.get_meta_info("own"))
 
 
 def fresh_pool(llm: LLM) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import os
 import random
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -38,9 +40,10 @@ from tools import assert_idle
 from minispec import LLM, SamplingParams
 from minispec.config import ConfigError, EngineConfig, SpeculativeConfig
 from minispec.core import TokenLogprob
+from minispec.serving import api
 from minispec.serving.api import ServerSettings
 from minispec.serving.engine_thread import EngineThread, TimedOut, Unavailable, Update
-from minispec.serving.launch import BackgroundServer, add_flags, bind, engine_options, speculative_options
+from minispec.serving.launch import REFUSED, BackgroundServer, add_flags, bind, engine_options, speculative_options
 from minispec.serving.metrics import ServerMetrics, snapshot
 from minispec.serving.schema import NOT_CARRIED_OUT, ChatRequest, CompletionRequest, GenerateRequest
 
@@ -211,6 +214,10 @@ def test_prompts_may_be_text_ids_or_lists_and_each_gets_n_completions(server: Ru
         assert [choice.finish_reason is None for choice in mine] == [True] * (len(mine) - 1) + [False]
 
 
+def test_the_model_may_be_called_default(server: Running) -> None:
+    assert server.openai.completions.create(model="default", prompt="x", max_tokens=2).model == "tiny"
+
+
 def test_cached_tokens_are_those_of_the_first_completion(server: Running) -> None:
     server.post("/flush_cache")
     body = {"prompt": "a long prompt that fills several pages", "n": 2, "max_tokens": 2}
@@ -350,7 +357,9 @@ def test_generate_takes_lists(server: Running) -> None:
     many["sampling_params"][0]["ignore_eos"] = many["sampling_params"][1]["ignore_eos"] = True
     got = server.post("/generate", many).json()
     assert [(item["index"], len(item["output_ids"])) for item in got] == [(0, 2), (1, 3), (2, 3)]
-    assert len(server.post("/generate", {"text": ["one"], "sampling_params": {"max_new_tokens": 1}}).json()) == 1
+    alone = {"max_new_tokens": 20, "ignore_eos": True, "temperature": 0, "speculative": False}
+    [item] = server.post("/generate", {"text": ["abc abc abc abc"], "sampling_params": alone}).json()
+    assert item["meta_info"]["spec_verify_ct"] == 0 and item["meta_info"]["spec_correct_drafts_histogram"] == []
 
 
 def test_the_cache_can_be_flushed(server: Running) -> None:
@@ -360,12 +369,14 @@ def test_the_cache_can_be_flushed(server: Running) -> None:
     assert server.post("/flush_cache").json() == {"flushed_tokens": before["cached"]}
     after = server.http.get("/get_server_info").json()["internal_states"][0]["slots"]
     assert after == {"free": 4096, "cached": 0, "locked": 0, "private": 0}
+    assert server.http.get("/flush_cache").json() == {"flushed_tokens": 0}
 
 
 def test_models_health_and_server_info(server: Running) -> None:
     [model] = server.openai.models.list().data
     assert (model.id, model.owned_by, model.max_model_len) == ("tiny", "minispec", 512)
     assert "/v1/chat/completions" in server.http.get("/openapi.json").json()["paths"]
+    server.post("/v1/completions", LONG | {"prompt": "abc abc abc", "max_tokens": 30})
     before = server.llm.engine.metrics.output_tokens
     assert server.http.get("/health").status_code == 200 and server.llm.engine.metrics.output_tokens == before
     assert server.http.get("/health_generate").status_code == 200
@@ -422,6 +433,7 @@ def test_metrics_are_the_engine_s_counters(server: Running) -> None:
 
 # Refusals ---------------------------------------------------------------------------------------------------------
 
+REGEX = {"type": "regex", "regex": "b"}
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 BAD_REQUESTS = [
     ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "'other'"),
@@ -467,6 +479,10 @@ BAD_REQUESTS = [
     ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "xml"}}, 400, "json_object, json_schema"),
     ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "json_schema"}}, 400, "response_format"),
     ("/v1/chat/completions", {"messages": CHAT, "response_format": "json"}, 400, "response_format"),
+    ("/v1/chat/completions", {"messages": CHAT, "response_format": {"type": "regex"}}, 400, "response_format"),
+    ("/v1/completions", {"prompt": "x", "response_format": {"type": "choice", "choice": "ab"}}, 400, "a choice must"),
+    ("/generate", {"text": "x", "response_format": {"type": "text"}}, 400, "response_format"),
+    ("/v1/completions", {"prompt": "x", "guided_regex": "a", "response_format": REGEX}, 400, "twice"),
     ("/v1/chat/completions", {"messages": CHAT, "guided_json": {"type": "x"}}, 400, "Invalid type: x"),
     ("/v1/chat/completions", {"messages": CHAT, "guided_regex": "a", "regex": "b"}, 400, "regex is asked for twice"),
     ("/v1/completions", {"prompt": "x", "guided_choice": []}, 400, "choice"),
@@ -514,6 +530,13 @@ def test_broken_json_and_broken_text_are_refused(server: Running, content: bytes
     assert_error(response, 404 if b"model" in content else 400)
 
 
+def test_a_body_that_is_not_sent_as_json_is_told_how(server: Running) -> None:
+    for headers in ({}, {"Content-Type": "application/x-www-form-urlencoded"}):
+        response = server.http.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
+        assert_error(response, 400, "Content-Type: application/json")
+    assert_error(server.post("/v1/completions", [1]), 400, "valid dictionary")
+
+
 def test_the_client_gets_the_exception_of_each_status(server: Running) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         server.openai.chat.completions.create(model="other", messages=CHAT)
@@ -538,7 +561,9 @@ def test_a_huge_max_tokens_is_cut_to_the_context(server: Running) -> None:
     assert got["usage"]["completion_tokens"] == 12 and got["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_api_key_guards_everything_but_health(folder: str) -> None:
+def test_the_api_key_guards_everything_but_health(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared, compare = [], secrets.compare_digest
+    monkeypatch.setattr(secrets, "compare_digest", lambda a, b: compared.append(b) or compare(a, b))
     with serving(tiny_llm(folder), api_key=KEY) as server:
         assert server.openai.completions.create(model="tiny", prompt="x").choices
         for path in ("/v1/models", "/metrics", "/get_server_info", "/health_generate", "/openapi.json", "/nothing"):
@@ -546,6 +571,7 @@ def test_the_api_key_guards_everything_but_health(folder: str) -> None:
         for given in (KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", "Bearer", "Bearer \u00e9"):
             headers = {"Authorization": given.encode("latin-1")}
             assert_error(server.post("/v1/completions", {"prompt": "x"}, headers=headers), 401)
+        assert compared == [f"Bearer {KEY}".encode()] * 12, "each time in constant time, whatever was sent"
         assert server.http.get("/health").status_code == server.http.get("/").status_code == 200
 
 
@@ -567,21 +593,39 @@ def test_a_full_queue_is_a_429_and_room_comes_back(folder: str) -> None:
     llm = tiny_llm(folder, max_num_seqs=1)
     gate = Gate(llm)
     with serving(llm, max_queued_requests=2) as server, ThreadPoolExecutor(4) as pool:
-        waiting = [pool.submit(server.post, "/v1/completions", {"prompt": "x", "max_tokens": 2}) for _ in range(3)]
+        body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
+        waiting = [pool.submit(server.post, "/v1/completions", body | {"n": n}) for n in (2, 1)]
         wait_until(lambda: len(llm.engine.requests) + gate.steps >= 1)
         gate.let(1)  # takes what has come meanwhile
         wait_until(lambda: sum(s.unfinished for s in app_engine(server).submissions.values()) == 3)
-        response = server.post("/v1/completions", {"prompt": "x"})
+        response = server.post("/v1/completions", {"prompt": "x", "regex": "(("})  # refused before it is read
         assert_error(response, 429, "3 of at most 3")
         assert response.headers["Retry-After"] == "1"
         with pytest.raises(openai.RateLimitError):
             server.openai.completions.create(model="tiny", prompt="x")
-        probe = pool.submit(server.http.get, "/health_generate")  # a full queue is no illness
         assert server.http.get("/health").status_code == 200
+        probe = pool.submit(server.http.get, "/health_generate")
+        wait_until(lambda: not app_engine(server)._commands.empty())
+        while not probe.done():
+            gate.let(1)
+        assert probe.result().status_code == 200, "a full queue is no illness"
+        assert not any(w.done() for w in waiting)
         gate.open()
-        assert [w.result().status_code for w in waiting] == [200] * 3
-        assert probe.result().status_code == 200
+        assert [w.result().status_code for w in waiting] == [200] * 2
         assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200
+        server.idle()
+
+
+def test_an_engine_that_stands_still_is_ill(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "PROBE_SECONDS", 0.1)
+    llm = tiny_llm(folder)
+    gate = Gate(llm)
+    with serving(llm) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.post, "/v1/completions", {"prompt": "x", "max_tokens": 2})
+        wait_until(lambda: gate.held)
+        assert_error(server.http.get("/health_generate"), 503, "0.1 seconds")
+        gate.open()
+        assert running.result().status_code == 200
         server.idle()
 
 
@@ -654,6 +698,20 @@ def test_a_client_that_leaves_costs_at_most_two_more_steps(folder: str, state: s
         server.idle()
 
 
+def test_the_openai_client_may_give_up_or_stop_listening(folder: str) -> None:
+    llm = tiny_llm(folder)
+    gate = Gate(llm)
+    with serving(llm) as server:
+        options = {"model": "tiny", "prompt": "ab", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+        with pytest.raises(openai.APITimeoutError):
+            server.openai.with_options(timeout=0.1).completions.create(**options)
+        gate.open()
+        with server.openai.completions.create(**options, stream=True) as stream:
+            next(iter(stream))
+        server.idle()
+        assert llm.engine.metrics.finished == {"abort": 2} and llm.engine.metrics.output_tokens < 800
+
+
 def test_the_engine_thread_needs_no_http(folder: str) -> None:
     llm = tiny_llm(folder)
     step, finished = llm.engine.step, []
@@ -665,6 +723,9 @@ def test_the_engine_thread_needs_no_http(folder: str) -> None:
         short = await engine.submit("short", [([5, 6], SamplingParams(max_tokens=2, ignore_eos=True))])
         [whole] = await short.whole()
         assert len(whole.token_ids) == 2 and whole.finish_reason == "length" and short._timer.cancelled()
+        again = await engine.submit("short", [([5, 6], SamplingParams(max_tokens=20, ignore_eos=True))])
+        engine.abort(short)  # it has ended, and its name is another's
+        assert [update.finish_reason for update in await again.whole()] == ["length"]
         late = await engine.submit("late", [([5, 6], SamplingParams(max_tokens=400, ignore_eos=True))])
         with pytest.raises(TimedOut, match="0.3 seconds"):
             await late.whole()
@@ -673,7 +734,7 @@ def test_the_engine_thread_needs_no_http(folder: str) -> None:
         with pytest.raises(ZeroDivisionError):
             await engine.call(lambda llm: 1 / 0)
         with pytest.raises(ConfigError, match="300"):
-            await engine.submit("half", [([5], SamplingParams()), ([300], SamplingParams())])
+            await engine.submit("half", [([5], SamplingParams(n=3)), ([300], SamplingParams())])
         assert not engine.submissions and not llm.engine.requests
         last = await engine.submit("last", [([5, 6], SamplingParams(max_tokens=400, ignore_eos=True))])
         engine.stop()
@@ -681,9 +742,12 @@ def test_the_engine_thread_needs_no_http(folder: str) -> None:
         assert [update.finish_reason for update in await last.whole()] == ["abort"]
         with pytest.raises(Unavailable):
             await engine.call(lambda llm: None)
+        with pytest.raises(Unavailable):
+            await engine.submit("after", [([5], SamplingParams())])
+        assert not engine.submissions
 
     asyncio.run(alone())
-    assert [request.id for request in finished] == ["short", "late", "last"]
+    assert [request.id for request in finished] == ["short", "short", "late", "last"]
     assert_idle(llm.engine)
 
 
@@ -740,10 +804,12 @@ def test_abort_request_ends_it_by_its_id(folder: str) -> None:
         gate.open()
         for item in running.result().json():
             assert item["meta_info"]["finish_reason"] == {"type": "abort"} and len(item["output_ids"]) < 400
-        long = pool.submit(server.post, "/generate", body)
+        long = pool.submit(server.post, "/generate", body | {"stream": True, "return_logprob": True})
         wait_until(lambda: llm.engine.requests or long.done())
         server.post("/abort_request", {"abort_all": True})
-        assert long.result().status_code == 200
+        *items, done = events(long.result().text)
+        assert done == "[DONE]" and items[-1]["meta_info"]["finish_reason"] == {"type": "abort"}
+        assert all(token >= 0 for item in items for token in item["output_ids"])
         server.idle()
 
 
@@ -862,21 +928,29 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = st.sampled_from(
-    [*SamplingParams.__dataclass_fields__, *NOT_CARRIED_OUT, "model", "stream", "stream_options", "top_logprobs",
-     "text", "input_ids", "sampling_params", "rid", "return_logprob", "max_completion_tokens", "prompt",
-     "messages", "x", "response_format", "guided_choice", "structured_outputs"]
-)  # fmt: skip
+
+
+@functools.cache
+def openapi(server: Running) -> dict[str, Any]:
+    return server.http.get("/openapi.json").json()
+
+
+OTHER_NAMES = [*NOT_CARRIED_OUT, "x", "response_format", "guided_choice", "structured_outputs"]  # not on the page
 GOOD_VALUES = {"prompt": "x", "messages": CHAT, "text": "x", "model": "tiny", "max_tokens": 2, "n": 2, "stream": True}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    path=st.sampled_from(["/v1/completions", "/v1/chat/completions", "/generate", "/abort_request"]),
-    fields=st.dictionaries(NAMES, JSON, max_size=4),
-    good=st.sets(st.sampled_from(sorted(GOOD_VALUES))),
-)
-def test_whatever_is_sent_the_server_refuses_or_answers(shared: Running, path: str, fields: dict, good: set) -> None:
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), good=st.sets(st.sampled_from(sorted(GOOD_VALUES))))
+def test_whatever_is_sent_the_server_refuses_or_answers(shared: Running, data: st.DataObject, good: set) -> None:
+    """Paths and fields are those of the OpenAPI page, and some that a client may send besides."""
+    page = openapi(shared)
+    models = {path: routes["post"] for path, routes in page["paths"].items() if "requestBody" in routes.get("post", {})}
+    assert len(models) == 5
+    path = data.draw(st.sampled_from(sorted(models)))
+    model = models[path]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    names = st.sampled_from([*page["components"]["schemas"][model]["properties"], *OTHER_NAMES])
+    likely = st.sampled_from([{"type": []}, {"x": 1}, {"include_usage": True}, [[]], ["a"]])  # almost what some need
+    fields = data.draw(st.dictionaries(names, JSON | likely, max_size=4))
     body = {name: GOOD_VALUES[name] for name in sorted(good)} | fields
     body.setdefault(*("sampling_params", {"max_new_tokens": 2}) if path == "/generate" else ("max_tokens", 2))
     content = json.dumps(body)
@@ -884,10 +958,9 @@ def test_whatever_is_sent_the_server_refuses_or_answers(shared: Running, path: s
     assert response.status_code in (200, 400, 404), (content, response.text)
     if response.status_code != 200:
         assert_error(response, response.status_code)
+        assert shared.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
     elif response.headers["content-type"].startswith("text/event-stream"):
         assert not [event for event in events(response.text) if "error" in event]
-    good_body = {"prompt": "x", "max_tokens": 1}
-    assert shared.post("/v1/completions", good_body).status_code == 200
 
 
 # Starting and stopping ---------------------------------------------------------------------------------------------
@@ -944,6 +1017,13 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_loaded() -> None:
         bind("127.0.0.1", 70000)
 
 
+def test_an_answer_is_sent_at_once(server: Running) -> None:
+    server.http.get("/health")
+    connections = [protocol.transport for protocol in server.server._server.server_state.connections]
+    options = [c.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for c in connections]
+    assert options and all(options), "without it each answer waits for the client's delayed ACK"
+
+
 def flags(*argv: str) -> Any:
     parser = ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_flags(parser)
@@ -956,7 +1036,7 @@ def test_flags_become_engine_options() -> None:
     assert EngineConfig(**options) == EngineConfig(), "the defaults are the package's"
     given = (
         "--dtype half --device cuda:1 --context-length 100 --max-running-requests 4 --chunked-prefill-size 2048 "
-        "--page-size 8 --disable-radix-cache --max-total-tokens 4096 --tp-size 2 --disable-overlap-schedule"
+        "--page-size 8 --disable-radix-cache --max-total-tokens 4096 --tp 2 --disable-overlap-schedule --enable-metrics"
     )
     assert engine_options(flags(*given.split())) == {
         "dtype": "float16", "device": "cuda:1", "context_length": 100, "max_num_seqs": 4, "chunked_prefill_size": 2048,
@@ -1000,6 +1080,23 @@ def test_eagle_with_a_language_model_runs_as_standalone_and_says_so(caplog: pyte
     options = speculative_options(flags("--speculative-algorithm", "EAGLE", "--speculative-draft", "org/small"))
     assert options == {"draft_model": "org/small", "candidate_length": 3}
     assert "'org/small' as draft runs as STANDALONE" in caplog.text
+
+
+def test_eagle_with_the_folder_of_a_head_takes_the_head(tmp_path: Path) -> None:
+    for name, architecture in (("head", "LlamaForCausalLMEagle"), ("model", "LlamaForCausalLM")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    line = ("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path")
+    head, model = (speculative_options(flags(*line, str(tmp_path / name))) for name in ("head", "model"))
+    assert head == {"draft_model": "eagle", "draft_head": str(tmp_path / "head"), "candidate_length": 3}
+    assert model == {"draft_model": str(tmp_path / "model"), "candidate_length": 3}
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_known_flags_that_are_not_carried_out_say_why(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        flags(flag, "5")
+    assert f"{flag} is not supported: {REFUSED[flag]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -1115,6 +1212,8 @@ SCHEMA = {
         {"guided_json": SCHEMA},
         {"structured_outputs": {"json": SCHEMA}},
         {"regex": r'\{"ok": (true|false)\}'},
+        {"response_format": {"type": "regex", "regex": r'\{"ok": (true|false)\}'}},
+        {"response_format": {"type": "choice", "choice": ['{"ok": true}', '{"ok": false}']}},
         {"guided_choice": ['{"ok": true}', '{"ok": false}']},
         {"structured_outputs": {"choice": ['{"ok": true}', '{"ok": false}'], "regex": None}},
         {"guided_grammar": r'root ::= "{\"ok\": " ("true" | "false") "}"'},

@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import ceil
@@ -44,7 +44,7 @@ COLUMNS = ("rate", "server", "tokens/s", "ttft", "", "tpot", "", "itl", "", "cac
 
 @dataclass
 class Answer:
-    """What came of one request: when it was due, when text came, SGLang's meta_info; empty if it failed."""
+    """What came of one request: when it was due, when text came, SGLang's meta_info, empty if it failed."""
 
     due: float  # seconds of time.perf_counter, as the others
     times: list[float] = field(default_factory=list)
@@ -63,13 +63,11 @@ def load(url: str, prompts: Sequence[str], gaps: Sequence[float], max_tokens: in
         answer = Answer(due)
         time.sleep(max(0.0, due - time.perf_counter()))
         sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
-        try:
+        with suppress(BackendError, ConfigError):
             for event in server.post("/generate", {"text": prompt, "sampling_params": sampling, "stream": True}):
                 answer.times.append(time.perf_counter())
                 meta = event["meta_info"]
             answer.meta = meta
-        except (BackendError, ConfigError):
-            answer.times.clear()
         return answer
 
     with ThreadPoolExecutor(len(prompts)) as threads:

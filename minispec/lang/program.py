@@ -27,6 +27,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -154,7 +155,6 @@ class Variable:
         """Ask the backend, in the calling thread, for what follows parts[:place]. An error is the run's."""
         backend, asked = self._run.backend, self._asked
         try:
-            self._run.check()
             text = text_of(parts[:place], backend)
             if asked.choices:
                 choices = list(dict.fromkeys(asked.choices))  # each once
@@ -186,7 +186,7 @@ def transcript(parts: Sequence[str | Turn | Variable]) -> tuple[list[dict[str, s
 def text_of(parts: Sequence[str | Turn | Variable], backend: Backend) -> str:
     """The parts as the model reads them."""
     messages, role, content = transcript(parts)
-    if role == "assistant":
+    if role == "assistant" and messages:
         return backend.render(messages, add_generation_prompt=True) + content
     if role is None:
         return backend.render(messages, add_generation_prompt=False) if messages else content
@@ -242,12 +242,19 @@ class ProgramState:
             self._thread.submit(added.compute, self._parts, len(self._parts) - 1)
 
     @contextlib.contextmanager
-    def _turn(self, role: str) -> Iterator[None]:
+    def _block(self, role: str) -> Iterator[None]:
         self._append(Turn(role, True))
         yield
         self._append(Turn(role, False))
 
-    # with s.user(): s += ...
+    def _turn(self, role: str, content: str | Expression | None = None) -> AbstractContextManager[None]:
+        block = self._block(role)
+        if content is not None:
+            with block:
+                self += content
+        return block
+
+    # with s.user(): s += ...          or s.user(...) for a whole turn
     system = functools.partialmethod(_turn, "system")
     user = functools.partialmethod(_turn, "user")
     assistant = functools.partialmethod(_turn, "assistant")
@@ -286,7 +293,7 @@ class ProgramState:
         """The finished turns, [{"role": ..., "content": ...}, ...]. Waits."""
         return transcript([*self._parts])[0]
 
-    def text_iter(self, name: str | None = None) -> Iterator[str]:
+    def text_iter(self, var_name: str | None = None) -> Iterator[str]:
         """The text of one variable, or all text, in pieces as they come (`run(stream=True)` returns at once).
 
         All text begins with the prompt, in the marks of the chat template if it is a conversation; with a name there is
@@ -294,9 +301,9 @@ class ProgramState:
         Pieces of all text add up to `text()`, unless the chat template writes a finished turn another way than it
         was generated. Raises the error of the run where it happened.
         """
-        if name is not None:
-            self._run.wait(lambda: name in self._variables or self._run.ended)
-            yield from self._variables[name].stream()
+        if var_name is not None:
+            self._run.wait(lambda: var_name in self._variables or self._run.ended)
+            yield from self._variables[var_name].stream()
             return
         shown = ""
         for place in itertools.count():

@@ -125,6 +125,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
         ("/apply-template", "POST", server.apply_template),
         ("/abort_request", "POST", server.abort_request),
         ("/flush_cache", "POST", server.flush_cache),
+        ("/flush_cache", "GET", server.flush_cache),
     ):
         app.add_api_route(path, handler, methods=[method])
     app.state.server = server
@@ -157,7 +158,7 @@ class Server:
         return await self._complete(http, body)
 
     async def _complete(self, http: HTTPRequest, body: ChatRequest | CompletionRequest) -> Response:
-        if body.model not in (None, self.settings.model):
+        if body.model not in (None, "default", self.settings.model):
             raise ModelNotFound(f"the model {body.model!r:.80} is not served here; {self.settings.model!r} is")
         prompts, params = body.prompts(), body.params()
         id = f"{body.prefix}-{uuid.uuid4().hex}"
@@ -281,7 +282,6 @@ class Server:
     async def _submit(
         self, http: HTTPRequest, id: str, prompts: list[Any], params: Sequence[SamplingParams]
     ) -> Submission:
-        self.engine.check_alive()
         self.engine.check_room(sum(p.n for p in params))  # before the work of encoding
         ids = await asyncio.to_thread(self._prepare, prompts, params)
         submission = await self.engine.submit(id, list(zip(ids, params, strict=True)))
@@ -337,6 +337,8 @@ async def _refuse(http: HTTPRequest, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]  # the others may be about the same value
         param = ".".join(str(part) for part in first["loc"][1:]) or "body"
+        if "json" not in http.headers.get("content-type", ""):
+            first = {"msg": "it must be JSON, sent with the header Content-Type: application/json"}
         return JSONResponse(_error(400, f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param), 400)
     if isinstance(error, HTTPException):
         return JSONResponse(_error(error.status_code, error.detail), error.status_code, headers=error.headers)
@@ -356,23 +358,19 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers = Headers(scope=scope)
         if self.expected is not None and scope["path"] not in OPEN_PATHS:
-            given = headers.get("authorization", "").encode()
+            given = Headers(scope=scope).get("authorization", "").encode()
             if not secrets.compare_digest(given, self.expected):
                 message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
                 return await JSONResponse(_error(401, message, code="invalid_api_key"), 401)(scope, receive, send)
-        too_large = f"the body has more than {self.max_body_bytes} bytes"
-        if int(headers.get("content-length", "0")) > self.max_body_bytes:
-            return await JSONResponse(_error(413, too_large), 413)(scope, receive, send)
         received = 0
 
-        async def counted() -> Message:  # a body that comes in chunks does not say its size
+        async def counted() -> Message:  # what the client says of the size is not asked: it may say nothing
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
             if received > self.max_body_bytes:
-                raise HTTPException(413, too_large)
+                raise HTTPException(413, f"the body has more than {self.max_body_bytes} bytes")
             return message
 
         await self.app(scope, counted, send)

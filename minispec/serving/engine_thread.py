@@ -14,7 +14,6 @@ Used in notebook 13 (everything on).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import queue
 import threading
@@ -134,7 +133,8 @@ class EngineThread:
             raise self._ended
 
     def check_room(self, count: int) -> None:
-        """Raise ConfigError if `count` completions are more than ever fit, Overloaded if they are too many now."""
+        """Raise ConfigError if `count` completions are more than ever fit, Overloaded or Unavailable if not now."""
+        self.check_alive()
         if not 0 < count <= self.capacity:
             raise ConfigError(f"a request must ask for 1 to {self.capacity} completions, got {count}")
         unfinished = sum(submission.unfinished for submission in self.submissions.values())
@@ -150,18 +150,13 @@ class EngineThread:
 
         Raises ConfigError as `Engine.add` does and for an id that is in use, Overloaded, or Unavailable.
         """
-        self.check_alive()
         self.check_room(count := sum(params.n for _, params in prompts))
         if id in self.submissions:
             raise ConfigError(f"request id {id!r} is already running")
         submission = self.submissions[id] = Submission(id, count)
         late = TimedOut(f"the request took longer than {self.timeout:g} seconds")
         submission._timer = self._loop.call_later(self.timeout, self._fail, submission, late)
-        try:
-            await self._send(partial(self._add, submission, prompts))
-        except asyncio.CancelledError:
-            self.abort(submission)
-            raise
+        await self._send(partial(self._add, submission, prompts))
         return submission
 
     def abort(self, submission: Submission) -> None:
@@ -277,8 +272,7 @@ class EngineThread:
         calls = self._replies + [partial(self._deliver, *pair) for pair in self._updates.values()]
         self._replies, self._updates = [], {}
         if calls:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the process was told to leave at once
-                self._loop.call_soon_threadsafe(lambda: [call() for call in calls])
+            self._loop.call_soon_threadsafe(lambda: [call() for call in calls])
 
 
 def _resolve(future: asyncio.Future, result: Any, error: Exception | None) -> None:

@@ -30,10 +30,31 @@ if TYPE_CHECKING:
     from minispec.llm import LLM
 
 log = logging.getLogger(__name__)
-LOG_LEVELS = ("debug", "info", "warning", "error")
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 DTYPES = {"half": "float16", "float": "float32"}  # SGLang's other names
 START_SECONDS = 60.0
+# Flags of SGLang that cannot be carried out -> why.
+REFUSED = {
+    "--trust-remote-code": "only minispec's own model code runs, never a checkpoint's",
+    "--chat-template": "the chat template is the one in the model's folder",
+    "--quantization": "weights are computed in --dtype",
+    "--kv-cache-dtype": "K/V are kept in --dtype",
+    "--dp-size": "there is no data parallelism, only --tp-size",
+    "--lora-paths": "there is no code for adapters",
+    "--tool-call-parser": "tools are not supported",
+    "--reasoning-parser": "an answer is not taken apart",
+    "--schedule-policy": "requests are served in the order in which they come",
+    "--cuda-graph-max-bs": "graphs are recorded for batches of up to --max-running-requests",
+    "--speculative-draft-model-quantization": "it is draft_quantization in --speculative-config",
+    "--speculative-accept-threshold-single": "drafts are kept by the exact rule, which has no threshold",
+}
+
+
+class _Refuse(argparse.Action):
+    """A flag of REFUSED."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        parser.error(f"{given[-1]} is not supported: {self.const}")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,16 +64,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", help="the name that clients ask for; None: the model path")
     add("--dtype", default="auto", help="auto, float32 (float), bfloat16, or float16 (half, CUDA only)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--tp-size", "--tensor-parallel-size", dest="tensor_parallel_size", type=int, default=1, metavar="N",
+    add("--tp-size", "--tp", "--tensor-parallel-size", dest="tensor_parallel_size", type=int, default=1, metavar="N",
         help="processes, with a device each, that share the model")  # fmt: skip
     add("--attention-backend", default="auto", metavar="NAME", help="auto, flashinfer (CUDA), or torch_native")
     add("--disable-cuda-graph", dest="enable_cuda_graphs", action="store_false", help="launch kernel by kernel")
     add = parser.add_argument_group("memory and scheduling").add_argument
     add("--context-length", type=int, metavar="N", help="most tokens of one request; None: the model's limit")
     add("--mem-fraction-static", type=float, metavar="X", help="share of a GPU's memory for weights and K/V")
-    add(
-        "--max-total-tokens", dest="kv_cache_tokens", type=int, metavar="N", help="K/V slots; None: by device and model"
-    )
+    add("--max-total-tokens", dest="kv_cache_tokens", type=int, metavar="N", help="K/V slots; None: by device, model")
     add("--max-running-requests", dest="max_num_seqs", type=int, default=16, metavar="N", help="that run at once")
     add("--max-queued-requests", type=int, default=256, metavar="N", help="that may wait; more get a 429")
     add("--chunked-prefill-size", type=int, metavar="N", help="most prompt tokens of a request in one forward")
@@ -62,23 +81,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("speculative decoding").add_argument
     add("--speculative-algorithm", metavar="NAME", help=", ".join(ALGORITHMS))
     add("--speculative-draft-model-path", "--speculative-draft-model", "--speculative-draft", metavar="PATH",
-        help="STANDALONE: the draft model; EAGLE, NEXTN: a .safetensors head, None: the target's own")  # fmt: skip
+        help="STANDALONE: the draft model; EAGLE, EAGLE3, NEXTN: a head, None: the target's own")  # fmt: skip
     add("--speculative-num-steps", type=int, metavar="K", help="draft tokens per step")
     add("--speculative-num-draft-tokens", type=int, metavar="N", help="tokens verified per step; K + 1 in a chain")
-    add(
-        "--speculative-eagle-topk",
-        type=int,
-        default=1,
-        metavar="N",
-        help="drafts that follow each token; above 1: trees",
-    )
+    add("--speculative-eagle-topk", type=int, default=1, metavar="N", help="drafts after each token; above 1: trees")
     add("--speculative-config", metavar="JSON", help="fields of SpeculativeConfig, instead of the flags above")
     add = parser.add_argument_group("HTTP").add_argument
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one")
     add("--port", type=int, default=30000, metavar="N", help="0 takes a free one")
     add("--api-key", metavar="KEY", help="what clients must send; None lets everybody in")
     add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds that a request may take")
-    add("--log-level", default="info", choices=LOG_LEVELS, help="how much goes to stderr")
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="how much is said")
+    add("--enable-metrics", action="store_true", default=True, help="/metrics is always there")
+    for flag, why in REFUSED.items():
+        add(flag, nargs="*", action=_Refuse, const=why, help=argparse.SUPPRESS)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -95,8 +111,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def speculative_options(args: argparse.Namespace) -> dict[str, Any] | None:
     """The speculative flags as fields of SpeculativeConfig; None without them.
 
-    NEXTN and EAGLE are the target's MTP module (or a head file). EAGLE with an ordinary language model is STANDALONE.
-    EAGLE3 is an EAGLE head of any version. A topk above 1 makes drafts trees.
+    NEXTN and EAGLE are the target's MTP module (or a head file). EAGLE3 is an EAGLE head of any version, and so is
+    EAGLE with the folder of one; with an ordinary language model EAGLE is STANDALONE. A topk above 1 makes trees.
     """
     name, draft = args.speculative_algorithm, args.speculative_draft_model_path
     steps, verified = args.speculative_num_steps, args.speculative_num_draft_tokens
@@ -129,7 +145,7 @@ def speculative_options(args: argparse.Namespace) -> dict[str, Any] | None:
             raise ConfigError(f"--speculative-draft-model-path {draft!r}: NGRAM needs no model")
         return options | {"draft_model": "ngram"}
     options.setdefault("candidate_length", 3)
-    if name == "EAGLE3":
+    if name == "EAGLE3" or name == "EAGLE" and _is_eagle_head(draft):
         return options | {"draft_model": "eagle", "draft_head": draft}
     if name != "STANDALONE" and draft in (None, args.model_path):
         return options | {"draft_model": "mtp"}
@@ -144,6 +160,12 @@ def speculative_options(args: argparse.Namespace) -> dict[str, Any] | None:
     if name == "EAGLE":
         log.warning("EAGLE with the language model %r as draft runs as STANDALONE", draft)
     return options | {"draft_model": draft}
+
+
+def _is_eagle_head(draft: str | None) -> bool:
+    """True for a folder whose config.json speaks of EAGLE, as the architecture of such a head does."""
+    config = Path(draft or "") / "config.json"
+    return draft is not None and config.is_file() and "eagle" in config.read_text("utf-8").lower()
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -200,7 +222,9 @@ class BackgroundServer:
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket at that address, taken before the model is loaded. Raises ConfigError when it cannot be had."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # The protocol is named because asyncio looks at it: only then does an answer not wait for the client's ACK (40 ms).
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

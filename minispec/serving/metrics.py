@@ -60,19 +60,15 @@ def snapshot(llm: LLM) -> dict[str, Any]:
     engine, pool, config = llm.engine, llm.engine.pool, llm.config.speculative_config
     counts = llm.metrics()
     free, cached, locked = pool.num_free_pages * pool.page_size, pool.tree.num_evictable, pool.tree.num_locked
+    used = pool.num_slots - free - cached
     return (
         asdict(counts)
         | {name: getattr(counts, name) for name in DERIVED}
         | {
             "running": len(engine.scheduler.running),
             "waiting": len(engine.scheduler.waiting),
-            "slots": {
-                "free": free,
-                "cached": cached,
-                "locked": locked,
-                "private": pool.num_slots - free - cached - locked,
-            },
-            "used_tokens": pool.num_slots - free - cached,
+            "slots": {"free": free, "cached": cached, "locked": locked, "private": used - locked},
+            "used_tokens": used,
             "cache_hit_rate": counts.cached_tokens / max(1, counts.prompt_tokens),
             "candidate_length": config.candidate_length if engine.controller and config else 0,
         }

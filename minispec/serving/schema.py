@@ -38,11 +38,13 @@ NOT_CARRIED_OUT: dict[str, Sequence[Any]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "store": (False,),
 }  # fmt: skip
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")  # change no answer
-# What response_format.type may be, and the schema of it. Other names of the grammars, as vLLM's clients give them.
+# What response_format.type may be -> the grammar that it asks for, under one of the names below, which vLLM has.
 RESPONSE_FORMATS = {
-    "text": lambda given: None,
-    "json_object": lambda given: {"type": "object"},
-    "json_schema": lambda given: given["json_schema"]["schema"],
+    "text": lambda given: {},
+    "json_object": lambda given: {"json": {"type": "object"}},
+    "json_schema": lambda given: {"json": given["json_schema"]["schema"]},
+    "regex": lambda given: {"regex": given["regex"]},
+    "choice": lambda given: {"choice": given["choice"]},
 }
 GUIDED = {"json": "json_schema", "regex": "regex", "grammar": "ebnf", "choice": "regex"}
 
@@ -309,19 +311,17 @@ def _grammars(data: dict[str, Any]) -> dict[str, Any]:
     asked = data.pop("structured_outputs", {})
     if not isinstance(asked, dict):
         raise ValueError(f"structured_outputs must be an object, got {asked!r:.80}")
-    asked = asked | {name: data.pop(f"guided_{name}") for name in GUIDED if data.get(f"guided_{name}") is not None}
-    given = [(GUIDED.get(name, name), _one_of(value) if name == "choice" else value) for name, value in asked.items()]
+    given = [*asked.items(), *((name, data.pop(f"guided_{name}", None)) for name in GUIDED)]
     if (form := data.pop("response_format", None)) is not None:
         try:
-            given.append(("json_schema", RESPONSE_FORMATS[form["type"]](form)))
+            given += RESPONSE_FORMATS[form["type"]](form).items()
         except (KeyError, TypeError) as error:
-            kinds = ", ".join(RESPONSE_FORMATS)
-            raise ValueError(f"response_format must have a type of {kinds} and its schema; got {form!r:.80}") from error
+            raise ValueError(f"response_format takes {', '.join(RESPONSE_FORMATS)}; got {form!r:.80}") from error
     for name, value in given:
         if value is not None:
-            if name in data:
-                raise ValueError(f"{name} is asked for twice")
-            data[name] = value
+            if (field := GUIDED.get(name, name)) in data:
+                raise ValueError(f"{field} is asked for twice")
+            data[field] = _one_of(value) if name == "choice" else value
     return data
 
 
