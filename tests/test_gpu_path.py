@@ -337,7 +337,7 @@ def test_a_tree_over_latents_is_computed_by_torch(fake):
 
 def test_the_small_deepseek_runs_on_flashinfers_plans(fake, monkeypatch, tmp_path):
     """Its own module drafts, every step and every draft through the wrappers for latents."""
-    write_tiny_checkpoint(tmp_path, "deepseek_v3")
+    write_tiny_checkpoint(tmp_path, "deepseek_v3", max_shard_size="60KB")
     add_shard(tmp_path, mtp_tensors(*their_mtp(tmp_path)))
     prompts = [[5, 9, 13, 2, 7], [3, 3, 3], list(range(4, 30))]
     speculative = {"draft_model": "mtp", "candidate_length": 3}
