@@ -97,6 +97,7 @@ class Program:
     def __init__(self, body: Body, tenant: Any, *, num_extra: int = 0, last_only: bool = False) -> None:
         self.body, self.attention, self.spare = body, tenant.attention, tenant.spare
         self.device, self.num_columns, self.last_only = tenant.device, 3 + num_extra, last_only
+        self.capturable = tenant.capturable or self.device.type != "cuda"
         self.recordings: dict[tuple[int, int], Recording] = {}  # by (batch, q_len)
         self.replays = 0
         self.announce: Callable[..., None] | None = None  # told what is about to run, see parallel.py
@@ -150,9 +151,9 @@ class Program:
         """Capture (batch, q_len) shapes, the largest first: what it allocates is enough for the others.
 
         Off CUDA there is no graph, and a replay is a call with the same buffers: tests see what surrounds a graph.
-        On CUDA only FlashInfer's attention can be captured; with another nothing is.
+        On CUDA only FlashInfer's attention can be captured, and no experts; with others nothing is.
         """
-        if self.device.type == "cuda" and self.attention.name != "flashinfer":
+        if not self.capturable:
             return
         for batch, q_len in sorted(set(shapes) - set(self.recordings), reverse=True):
             columns = torch.zeros(self.num_columns, batch * q_len, dtype=torch.int64, device=self.device)

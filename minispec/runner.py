@@ -123,9 +123,11 @@ class Tenant:
         attention: str = "auto",
     ) -> None:
         shape, where = config.kv_shape, {"dtype": dtype, "device": device}
-        name, self.reason = choose_attention(attention, shape.key_size, latent=not shape.value_size, **where)
-        self.attention = make_attention(name, config.num_heads, shape.heads, shape.key_size, **where)
+        latent = (config.mla.kv_rank, config.mla.rope_dim) if config.mla else None
+        name, self.reason = choose_attention(attention, shape.key_size, latent=latent, **where)
+        self.attention = make_attention(name, config.num_heads, shape.heads, shape.key_size, latent=latent, **where)
         self.device, self.spare = device, num_slots
+        self.capturable = name == "flashinfer" and not config.moe  # the host must know which experts were chosen
         self.cache = KVCache(num_layers, num_slots + 1, *shape, **where)
 
     def attend(self, plan: Any) -> Attend:
@@ -174,7 +176,7 @@ class ModelRunner:
         for layer in layers:
             self._layer_inputs[layer] = self.hidden[:0]
             self.model.layers[layer].register_forward_pre_hook(
-                lambda _, inputs, layer=layer: self._layer_inputs.update({layer: inputs[0]})
+                lambda _, inputs, layer=layer: self._layer_inputs.update({layer: inputs[0].clone()})
             )
 
     @torch.inference_mode()

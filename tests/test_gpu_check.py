@@ -34,8 +34,12 @@ def run(check, tiny, out: Path) -> tuple[int, dict]:  # noqa: F811
 def test_a_dry_run_fills_in_everything_but_what_needs_a_gpu(check, tiny, tmp_path, capsys):  # noqa: F811
     status, found = run(check, tiny, tmp_path)
     assert status == 0 and found["wrong"] == []
-    assert len(found["skipped"]) == 3 and "the device is 'cpu'" in found["skipped"]["CUDA graphs"]
-    assert capsys.readouterr().out.count("FlashInfer needs CUDA") == 2
+    assert len(found["skipped"]) == 4 and "the device is 'cpu'" in found["skipped"]["CUDA graphs"]
+    assert capsys.readouterr().out.count("FlashInfer needs CUDA") == 3
+    assert [entry["backend"] for entry in found["attention"]] == ["torch"] * 3
+    assert [len(entry["relative_errors"]) for entry in found["attention"]] == [2] * 3
+    assert found["attention"][2]["latent"] == [512, 64] and max(found["attention"][2]["relative_errors"]) > 0
+    assert found["mtp_to_plain_at_batch_1"]["wanted"] == 1.4 and found["mtp_to_plain_at_batch_1"]["measured"] > 0
     assert len(found["ids"]) == 6 + 12 and all(entry["wrong"] == 0 for entry in found["ids"].values())
     assert len(found["speed"]) == 3 * 2 * 2 * 2
     for entry in found["speed"]:
@@ -66,3 +70,19 @@ def test_time_that_is_up_is_said(check, tiny, tmp_path, monkeypatch):  # noqa: F
     monkeypatch.setattr(check.Check, "late", property(lambda self: len(self.found.get("speed", [])) >= 2))
     status, found = run(check, tiny, tmp_path)
     assert status == 0 and len(found["speed"]) == 2 and "seconds are over" in str(found["skipped"])
+    assert found["speed"][0]["overlap"] and found["speed"][0]["graphs"]  # first what matters most
+
+
+def test_a_part_that_fails_is_wrong_and_the_others_run(check, tiny, tmp_path, monkeypatch):  # noqa: F811
+    def fails(*args):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(check, "check_attention", fails)
+    monkeypatch.setattr(check, "time_transformers", fails)
+    monkeypatch.setitem(check.UNTIL, "float32", 0.0)
+    status, found = run(check, tiny, tmp_path)
+    assert status == 1 and found["wrong"] == ["attention: RuntimeError: no kernel"] * 3 + [
+        "transformers: RuntimeError: no kernel"
+    ]
+    assert len(found["ids"]) == 12 and len(found["speed"]) == 24  # nothing of the part whose time is over
+    assert sum("0 seconds are over" in reason for reason in found["skipped"].values()) == 6

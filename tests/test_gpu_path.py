@@ -17,18 +17,18 @@ import pytest
 import torch
 from test_attention import random_table, textbook
 from test_drafters import MAX_TOKENS, config_for, greedy, hot, make, tiny  # noqa: F401 (tiny is a fixture)
+from tiny_checkpoints import add_shard, mtp_tensors, their_mtp, write_tiny_checkpoint
 from tools import assert_idle, assert_same_ids
 
 from minispec import LLM, SamplingParams
 from minispec.attention import flashinfer as backend
-from minispec.attention.choose import choose_attention
-from minispec.attention.flashinfer import FlashInferAttention, packed_masks, paged_indices
+from minispec.attention.choose import choose_attention, make_attention
+from minispec.attention.flashinfer import FlashInferAttention, FlashInferLatentAttention, packed_masks, paged_indices
 from minispec.attention.torch_backend import TorchAttention
 from minispec.config import ConfigError, EngineConfig
 from minispec.core import UNKNOWN, StepLayout, known_tokens
 from minispec.graphs import graph_batches, padded
 from minispec.kv import sizing
-from minispec.models import kernels
 from minispec.models.sharding import WHOLE
 from minispec.runner import Segment, pack
 from minispec.sampling import distribution
@@ -157,6 +157,49 @@ class FakeDecode(FakeWrapper):
     kind = "BatchDecodeWithPagedKVCacheWrapper"
 
 
+class FakeLatent(FakeWrapper):
+    """The wrapper for latents: other names, lengths in place of last pages, two parts of queries and of the cache."""
+
+    kind = "BatchMLAPagedAttentionWrapper"
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.buffers = {name: kwargs.get(name) for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")}
+
+    def plan(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, *sizes, **kwargs) -> None:
+        given = qo_indptr, kv_indptr, kv_indices, kv_len_arr
+        self.note("plan", (*given, num_heads, *sizes), kwargs)
+        assert all(tensor.dtype == torch.int32 for tensor in given) and kwargs["q_data_type"] == torch.float32
+        assert kwargs["causal"] and self._pin_memory_int_workspace_buffer is not None
+        assert len(kv_indices) == kv_indptr[-1] and (kv_indptr.diff() == kv_len_arr).all()
+        for (name, buffer), tensor in zip(self.buffers.items(), given, strict=True):
+            if self.graph:
+                assert name == "kv_indices" or len(buffer) == len(tensor)
+                buffer[: len(tensor)].copy_(tensor)
+            else:
+                self.buffers[name] = tensor
+        self.scale, self.sizes, self.num_heads = kwargs["sm_scale"], sizes, num_heads
+
+    def run(self, q_nope, q_pe, ckv_cache, kpe_cache, out) -> torch.Tensor:
+        self.note("run", (q_nope, q_pe, ckv_cache, kpe_cache), {"out": out})
+        R, r, page_size = self.sizes
+        assert page_size == ckv_cache.shape[1] == kpe_cache.shape[1] == 1 and q_nope.shape[1] == self.num_heads
+        assert (q_nope.shape[-1], q_pe.shape[-1], ckv_cache.shape[-1], kpe_cache.shape[-1]) == (R, r, R, r)
+        assert out.shape == q_nope.shape and out.is_contiguous() and q_pe.stride(-1) == kpe_cache.stride(-1) == 1
+        qo, starts, indices, lengths = self.buffers.values()
+        for b, length in enumerate(lengths.tolist()):
+            rows, slots = slice(qo[b], qo[b + 1]), indices[starts[b] : starts[b] + length].long()
+            latents, turned = ckv_cache[slots, 0], kpe_cache[slots, 0]
+            scores = torch.einsum("qhd,kd->hqk", q_nope[rows], latents) + torch.einsum(
+                "qhd,kd->hqk", q_pe[rows], turned
+            )
+            n = len(q_nope[rows])
+            seen = torch.arange(length) <= torch.arange(length - n, length)[:, None]
+            weights = (scores * self.scale).masked_fill(~seen, -torch.inf).softmax(-1)
+            out[rows] = torch.einsum("hqk,kd->qhd", weights, latents)
+        return out
+
+
 class FakeEvent:
     """An event that complains when it is not recorded in turn with being waited for."""
 
@@ -176,6 +219,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("flashinfer")
     module.BatchPrefillWithPagedKVCacheWrapper = FakePrefill
     module.BatchDecodeWithPagedKVCacheWrapper = FakeDecode
+    module.mla = types.SimpleNamespace(BatchMLAPagedAttentionWrapper=FakeLatent)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(backend, "_pinned", torch.from_numpy)
     monkeypatch.setattr(backend, "_plan_buffer", lambda: (torch.zeros(1), FakeEvent()))
@@ -242,6 +286,96 @@ def test_a_plan_buffer_is_not_written_before_its_copy_is_done(fake):
     assert len(set(used)) == backend.PLAN_BUFFERS and used[: backend.PLAN_BUFFERS] == used[backend.PLAN_BUFFERS :]
 
 
+def latent_attention(num_heads: int, sizes: tuple[int, int]) -> FlashInferLatentAttention:
+    made = make_attention("flashinfer", num_heads, 1, sum(sizes), dtype=torch.float32, device=CPU, latent=sizes)
+    assert isinstance(made, FlashInferLatentAttention) and made.name == "flashinfer"
+    return made
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("num_heads,sizes", [(5, (16, 4)), (2, (8, 8))])
+def test_latents_of_any_mix_of_rows_equal_the_textbook(fake, num_heads, sizes, graph):
+    (R, r), rng = sizes, np.random.default_rng(4)
+    torch.manual_seed(0)
+    attention = latent_attention(num_heads, sizes)
+    for _ in range(8):
+        layout, table = random_step(rng, [4] if graph else [1, 1, 2, 5, 33])
+        N = int(layout.q_lens.sum())
+        cache, empty = torch.randn(4096, 1, R + r), torch.empty(4096, 1, 0)
+        q, k = torch.randn(N, num_heads, R + r), torch.randn(N, 1, R + r)
+        plan = attention.plan(layout, table, graph=graph)
+        if graph:
+            assert plan.new_slots is None
+            plan.new_slots = torch.from_numpy(layout.slots)
+        out, first = attention.run(plan, cache, empty, q, k, k[..., :R]), 0
+        assert out.shape == (N, num_heads, R)
+        for row, q_len, kv_len in zip(layout.table_rows, layout.q_lens, layout.kv_lens, strict=True):
+            rows, slots = slice(first, first + q_len), table[row, :kv_len]
+            assert torch.equal(cache[slots[kv_len - q_len :]], k[rows])
+            expected = textbook(q[rows], cache[slots], cache[slots])[..., :R]
+            assert (out[rows].double() - expected).abs().max() < 2e-5
+            first += q_len
+    made = [call for call in FakeWrapper.calls if call[1] == "__init__" and call[3].get("use_cuda_graph")]
+    sizes = {len(call[2][3]) for call in FakeWrapper.calls if call[0] == FakeLatent.kind and call[1] == "plan"}
+    assert len(made) == (len(sizes) if graph else 0)
+
+
+def test_a_tree_over_latents_is_computed_by_torch(fake):
+    attention, table = latent_attention(2, (8, 4)), random_table(2, 0)
+    torch.manual_seed(0)
+    cache, empty = torch.randn(4096, 1, 12), torch.empty(4096, 1, 0)
+    q, k = torch.randn(4, 2, 12), torch.randn(4, 1, 12)
+    torch_attention = TorchAttention(2, 1, dtype=torch.float32, device=CPU)
+    for parents in ([-1, 0, 0], None):
+        layout = pack([Segment(0, 9, [0] * 3, 3, parents), Segment(1, 2, [0], 1)], table)
+        planned = len([call for call in FakeWrapper.calls if call[1] == "plan"])
+        got = attention.run(attention.plan(layout, table), cache, empty, q, k, k[..., :8])
+        expected = torch_attention.run(torch_attention.plan(layout, table), cache, empty, q, k, k[..., :8])
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+        assert len([call for call in FakeWrapper.calls if call[1] == "plan"]) - planned == (parents is None)
+
+
+def test_the_small_deepseek_runs_on_flashinfers_plans(fake, monkeypatch, tmp_path):
+    """Its own module drafts, every step and every draft through the wrappers for latents."""
+    write_tiny_checkpoint(tmp_path, "deepseek_v3", max_shard_size="60KB")
+    add_shard(tmp_path, mtp_tensors(*their_mtp(tmp_path)))
+    prompts = [[5, 9, 13, 2, 7], [3, 3, 3], list(range(4, 30))]
+    speculative = {"draft_model": "mtp", "candidate_length": 3}
+    plain = make(tmp_path, speculative).generate(prompts, greedy(12))
+    assert FakeWrapper.calls == []
+    monkeypatch.setattr("minispec.runner.choose_attention", lambda *args, **where: ("flashinfer", "a fake"))
+    llm = make(tmp_path, speculative, page_size=4, chunked_prefill_size=9)
+    programs = record(llm, k=3)
+    assert [o.token_ids for o in llm.generate(prompts, greedy(12))] == [o.token_ids for o in plain]
+    assert {kind for kind, *_ in FakeWrapper.calls} == {FakeLatent.kind} and llm.metrics().drafter_faults == 0
+    assert all(program.replays > 1 for program in programs)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed")
+def test_our_calls_for_latents_fit_the_real_signatures(monkeypatch: pytest.MonkeyPatch):
+    import flashinfer.mla
+
+    real = flashinfer.mla.BatchMLAPagedAttentionWrapper
+    with monkeypatch.context() as patch:
+        fake.__wrapped__(types.SimpleNamespace(setattr=patch.setattr, setitem=patch.setitem))
+        attention, table = latent_attention(2, (512, 64)), random_table(2, 0)
+        layout = pack([Segment(0, 3, [0, 0], 1), Segment(1, 9, [0, 0], 1)], table)
+        for graph in (False, True):
+            plan = attention.plan(layout, table, graph=graph)
+            plan.new_slots = torch.from_numpy(layout.slots)
+            k = torch.zeros(4, 1, 576)
+            attention.run(
+                plan, torch.zeros(4096, 1, 576), torch.zeros(4096, 1, 0), k.expand(4, 2, 576), k, k[..., :512]
+            )
+        calls = list(FakeWrapper.calls)
+    assert [name for _, name, *_ in calls] == ["__init__", "plan", "run"] * 2
+    for _, name, args, kwargs in calls:
+        inspect.signature(getattr(real, name)).bind(None, *args, **kwargs)
+    source = inspect.getsource(real)
+    names = ("_pin_memory_int_workspace_buffer", "_int_workspace_buffer")
+    assert all(f"self.{name}" in source for name in names)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer-python is not installed")
 def test_our_calls_fit_the_real_signatures(monkeypatch: pytest.MonkeyPatch):
     import flashinfer
@@ -299,6 +433,16 @@ def test_what_flashinfer_cannot_do_falls_to_torch_or_is_refused(monkeypatch, dev
         choose_attention("flashinfer", head_dim, dtype, device)
 
 
+def test_latents_of_other_sizes_fall_to_torch_or_are_refused(fake):
+    where = {"dtype": torch.bfloat16, "device": CUDA}
+    assert choose_attention("auto", 576, latent=(512, 64), **where)[0] == "flashinfer"
+    for latent in ((256, 64), (512, 32), (64, 512)):
+        name, reason = choose_attention("auto", sum(latent), latent=latent, **where)
+        assert name == "torch" and f"512 + 64 numbers, not {latent[0]} + {latent[1]}" in reason
+        with pytest.raises(ConfigError, match="attention_backend 'flashinfer' cannot be used: .*take 'torch'"):
+            choose_attention("flashinfer", sum(latent), latent=latent, **where)
+
+
 def test_flashinfer_is_taken_where_it_can_be_had(fake):
     assert choose_attention("auto", 128, torch.float16, CUDA)[0] == "flashinfer"
     assert choose_attention("flashinfer", 64, torch.bfloat16, CUDA) == ("flashinfer", "asked for")
@@ -320,29 +464,6 @@ def test_a_cpu_never_imports_flashinfer(monkeypatch, tiny):  # noqa: F811
     make(tiny[0], None).generate(tiny[2][:1], greedy(2))
     with pytest.raises(ImportError):
         import flashinfer  # noqa: F401
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
-
-    is_cuda = True
-
-
-@pytest.mark.parametrize("dtype,width,there,fused", [
-    (torch.bfloat16, 32, True, True),
-    (torch.bfloat16, 32, False, False),
-    (torch.float32, 32, True, False),
-    (torch.float16, 24, True, False),
-])  # fmt: skip
-def test_the_fused_activation_is_taken_where_it_can_be(monkeypatch, dtype, width, there, fused):
-    calls = []
-    module = types.SimpleNamespace(silu_and_mul=lambda x, enable_pdl: calls.append(x) or x[:, : width // 2])
-    monkeypatch.setattr(kernels, "_flashinfer", lambda: module if there else None)
-    x = torch.randn(3, width).to(dtype)
-    kernels.silu_and_mul(x)
-    assert not calls  # a CPU's
-    kernels.silu_and_mul(x.as_subclass(OnGpu))
-    assert len(calls) == fused
 
 
 # Padding and graphs ------------------------------------------------------------------------------------------------

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import torch
 
-from minispec.attention.flashinfer import FlashInferAttention, obstacle
+from minispec.attention.flashinfer import FlashInferAttention, FlashInferLatentAttention, obstacle
 from minispec.attention.torch_backend import TorchAttention
 from minispec.config import ConfigError
 
 
 def choose_attention(
-    requested: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, latent: bool = False
+    requested: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, latent: tuple[int, int] | None = None
 ) -> tuple[str, str]:
     """Return (name, reason) for "auto", "torch" or "flashinfer". Raises ConfigError when FlashInfer cannot be had.
 
-    latent: the cache holds latents, whose first numbers are the values.
+    latent: the cache holds latents of R numbers, which are the values too, and turned keys of r: (R, r).
     """
     if requested == "torch":
         return "torch", "asked for"
-    reason = "latent attention is computed by torch" if latent else obstacle(head_dim, dtype, device)
+    reason = obstacle(head_dim, dtype, device, latent)
     if requested == "flashinfer" and reason:
         raise ConfigError(f"attention_backend 'flashinfer' cannot be used: {reason}; take 'torch' or 'auto'")
     if reason:
@@ -31,9 +31,19 @@ def choose_attention(
 
 
 def make_attention(
-    name: str, num_heads: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device
+    name: str,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    latent: tuple[int, int] | None = None,
 ) -> TorchAttention | FlashInferAttention:
     """The attention of that name, as `choose_attention` gives it."""
-    if name == "flashinfer":
-        return FlashInferAttention(num_heads, num_kv_heads, head_dim, dtype=dtype, device=device)
-    return TorchAttention(num_heads, num_kv_heads, dtype=dtype, device=device)
+    where = {"dtype": dtype, "device": device}
+    if name == "torch":
+        return TorchAttention(num_heads, num_kv_heads, **where)
+    if latent:
+        return FlashInferLatentAttention(num_heads, *latent, **where)
+    return FlashInferAttention(num_heads, num_kv_heads, head_dim, **where)

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from minispec.models.config import ModelConfig
-from minispec.models.kernels import RMSNorm
+from minispec.models.kernels import RMSNorm, turn
 from minispec.models.linear import Linear
-from minispec.models.rope import rotate, softmax_factor
+from minispec.models.rope import softmax_factor
 
 NORM_EPS = 1e-6  # of the two inner norms, whatever the model's rms_norm_eps
 
@@ -58,7 +58,7 @@ class LatentAttention(nn.Module):
         turned = torch.cat((q_rope, k_rope[:, None]), 1)  # [N, Hq + 1, r]
         if mla.interleaved:  # the checkpoint turns neighbours (2i, 2i + 1), we turn (i, i + r/2)
             turned = turned.unflatten(-1, (-1, 2)).mT.flatten(-2)
-        turned = rotate(turned, cos, sin)
+        turned = turn(turned, cos, sin)
         to_keys, to_values = self.kv_up.view(self.num_heads, -1, mla.kv_rank).split((mla.nope_dim, mla.value_dim), 1)
         absorbed = torch.einsum("nhd,hdr->nhr", q, to_keys)  # [N, Hq, R]
         query = torch.cat((absorbed, turned[:, :-1]), -1) * self.query_scale

@@ -17,18 +17,19 @@ caches, slots, drafting. Taught in notebook 12.
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from minispec.models.config import ModelConfig, ModelLoadError
-from minispec.models.kernels import RMSNorm
+from minispec.models.kernels import RMSNorm, rotary
 from minispec.models.linear import Linear, bytes_read, matrices
 from minispec.models.llama import Attend, CausalLM, DecoderLayer
 from minispec.models.loading import read_json, read_safetensors
 from minispec.models.mtp import MTPWeights, fill_module, make_quick, target_ids
-from minispec.models.rope import rotary_frequencies, rotary_tables
+from minispec.models.rope import rotary_frequencies
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 UNREAD = ("embed_tokens.weight", "t2d")  # a copy of the target's; d2t the other way round
@@ -76,7 +77,7 @@ class Eagle3Module(nn.Module):
         if hidden.shape[-1] != embedded.shape[-1]:
             hidden = self.projection(hidden)
         both = torch.cat((self.layer.attention_norm(embedded), self.hidden_norm(hidden)), -1)
-        x = hidden + self.layer.attention(both, cos, sin, attend)
+        x = hidden + self.layer.attention(both, cos, sin, attend)  # of its own: the engine keeps the hidden states
         return x + self.layer.mlp(self.layer.mlp_norm(x))
 
     def weight_views(self) -> dict[str, torch.Tensor]:
@@ -132,14 +133,9 @@ def load_eagle(
     numbers = sum(parameter.numel() for parameter in module.parameters())
     make_quick([module] if head is target.head else [module, head], quantization)
     frequencies, scale = rotary_frequencies(config.rope, config.head_dim)
-    frequencies = frequencies.to(device)
-
-    def rotary(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = ((table * scale).to(dtype) for table in rotary_tables(frequencies, positions))
-        return cos, sin
-
+    turns = partial(rotary, frequencies.to(device), scale=scale, dtype=dtype)
     of_head = sum(part.nbytes_read for part in matrices(head))
-    return MTPWeights([module], head, draft_ids, config, rotary, bytes_read(numbers, module), of_head, layers=layers)
+    return MTPWeights([module], head, draft_ids, config, turns, bytes_read(numbers, module), of_head, layers=layers)
 
 
 def _fused_layers(settings: dict, num_layers: int) -> tuple[int, ...]:

@@ -23,10 +23,10 @@ from torch import nn
 
 from minispec.models.config import ModelConfig, MoEConfig
 from minispec.models.deepseek import LatentAttention
-from minispec.models.kernels import RMSNorm
+from minispec.models.kernels import RMSNorm, rotary, turn
 from minispec.models.linear import Linear, bytes_read, matrices
 from minispec.models.moe import MLP, MoE
-from minispec.models.rope import rotary_frequencies, rotary_tables, rotate
+from minispec.models.rope import rotary_frequencies
 
 # attend(layer, q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, Dv]) -> [N, Hq, Dv]. q and k arrive turned to their positions
 # and may be strided views; the softmax scale D**-0.5 is the attention's to apply. Dv is D, but for MLA's latents.
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         qk, v = heads[:, : -self.num_kv], heads[:, -self.num_kv :]  # [N, Hq + Hkv, D], [N, Hkv, D]
         if self.q_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self.num_q]), self.k_norm(qk[:, self.num_q :])), 1)
-        qk = rotate(qk, cos, sin)  # queries and keys of all heads turn in one go
+        qk = turn(qk, cos, sin)  # queries and keys of all heads turn in one go
         mixed = attend(self.index, qk[:, : self.num_q], qk[:, self.num_q :], v)  # [N, Hq, D]
         return self.output(mixed.reshape(len(x), -1))  # [N, Hq * D] -> [N, H]
 
@@ -83,9 +83,9 @@ class DecoderLayer(nn.Module):
         self.mlp = MoE(moe, H, **where) if moe else MLP(H, config.intermediate_size, **where)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """x [N, H], cos and sin [N, 1, D] -> [N, H]."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, attend)
-        return x + self.mlp(self.mlp_norm(x))
+        """x [N, H], which may be overwritten, cos and sin [N, 1, D] -> [N, H]."""
+        x, normed = self.mlp_norm.of_sum(x, self.attention(self.attention_norm(x), cos, sin, attend))
+        return x + self.mlp(normed)
 
     def weight_views(self) -> dict[str, torch.Tensor]:
         """Name in a checkpoint, relative to the layer -> the part of our parameters that it fills."""
@@ -137,10 +137,8 @@ class CausalLM(nn.Module):
         return self.norm(x)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [N] -> (cos, sin) [N, 1, D] in the model's dtype, made once per forward for all layers."""
-        tables = rotary_tables(self.frequencies, positions)
-        cos, sin = ((table * self.rope_scale).to(self.norm.weight.dtype) for table in tables)
-        return cos, sin
+        """positions [N] -> (cos, sin) [N, 1, D] in the model's dtype, see `kernels.rotary`."""
+        return rotary(self.frequencies, positions, self.rope_scale, self.norm.weight.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, H] -> [n, V] float32. Ask only for rows whose next token is wanted: the head is a large matrix."""

@@ -89,7 +89,7 @@ def compute_features(
     for start in tqdm(range(0, count, batch_size), desc="reading the target's mind", disable=not progress):
         rows = slice(start, min(start + batch_size, count))
         ids = torch.from_numpy(data.token_ids[rows].astype(np.int64)).to(weight.device)
-        with model.layers[-1].register_forward_pre_hook(lambda _, args: last_input.append(args[0])):
+        with model.layers[-1].register_forward_pre_hook(lambda _, args: last_input.append(args[0].clone())):
             states = model.forward(ids.flatten(), positions_of(ids), causal_attend(len(ids)))
         states, read = (x.view(len(ids), length, -1) for x in (states, last_input.pop()))
         here = learnt[rows, 1:].to(states.device)
