@@ -215,7 +215,7 @@ def draft_tree(root: str, words: Sequence[str], parents: Sequence[int], kept: Se
         color = colors.get(node, KEPT if node in kept else COLORS["again"])
         parts += [
             box(x, y, column - 36, 26, color, more='stroke-width="0.5"'),
-            text(x + 8, y + 18, names[node], 13, font=MONO),
+            text(x + 8, y + 18, names[node], 13, font=MONO, fill="white" if node in kept else ""),
         ]
     width = MARGIN + max(x for x, _ in corners.values()) + column
     return svg(width, 2 * MARGIN + (lines + 2) * row, parts)
