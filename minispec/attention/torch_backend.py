@@ -8,6 +8,7 @@ Three things make it quick enough to serve on a CPU:
 - The G query heads that share a K/V head are folded into the query length ([B, Hkv, G*Q, D]), so K/V are read once
   and never repeated (grouped-query attention, Ainslie et al. 2023, section 2).
 - Everything that depends only on the step (slots, masks) is built once in `plan` and used by every layer.
+- On a CPU many rows attend by two batched matrix products; torch's fused attention is quicker for a few rows only.
 
 Taught in notebooks 02 (KV cache) and 03 (pages).
 """
@@ -24,6 +25,7 @@ from minispec.core import StepLayout
 from minispec.device import upload
 
 STACK_MAX_Q = 64  # longer rows (prefill chunks) go alone: a stack of them would be mostly padding
+MATMUL_BATCH = 8  # rows of a group from which two matrix products were quicker than fused attention (on a CPU)
 PADDING_LIMIT = 2.0  # a stack may read at most about this many times the K/V that its shortest row needs
 
 
@@ -35,7 +37,7 @@ class Group:
     q_len: int
     kv_len: int
     packed: torch.Tensor | None  # [B*Q] packed rows; None when the group is the whole step, in order
-    slots: torch.Tensor | slice  # [B*L] slot ids, or a slice when they are consecutive (no copy is made then)
+    slots: torch.Tensor | slice  # [B*Hkv*L] slot * Hkv + head, or the slots as a slice when they are consecutive
     mask: torch.Tensor | None  # [B, 1, G*Q, L] 0 or -inf; None when every position may be seen
 
 
@@ -94,33 +96,41 @@ class TorchAttention:
 
         Where the v cache is empty, the values are the first numbers of the keys, and v says how many.
         """
-        k_flat, v_flat = k_cache.flatten(1), v_cache.flatten(1)  # rows of Hkv*D: index_select copies whole rows
+        k_flat, v_flat = k_cache.flatten(1), v_cache.flatten(1)  # rows of Hkv*D: index_copy writes whole rows
         k_flat.index_copy_(0, plan.new_slots, k.flatten(1))
         if v_flat.shape[1]:
             v_flat.index_copy_(0, plan.new_slots, v.flatten(1))
         size = v.shape[-1]
         if len(plan.groups) == 1 and plan.groups[0].packed is None:
-            return self._attend(plan.groups[0], k_flat, v_flat, q, size)
+            return self._attend(plan.groups[0], k_cache, v_cache, q, size)
         out = q.new_empty(*q.shape[:2], size)
         for group in plan.groups:
-            read = self._attend(group, k_flat, v_flat, q.index_select(0, group.packed), size)
+            read = self._attend(group, k_cache, v_cache, q.index_select(0, group.packed), size)
             out.index_copy_(0, group.packed, read)
         return out
 
     def _attend(
-        self, g: Group, k_flat: torch.Tensor, v_flat: torch.Tensor, q: torch.Tensor, value_size: int
+        self, g: Group, k_cache: torch.Tensor, v_cache: torch.Tensor, q: torch.Tensor, value_size: int
     ) -> torch.Tensor:
         heads, group, size = self.num_kv_heads, self.group_size, q.shape[-1]
-        k, v = (
-            flat[g.slots] if isinstance(g.slots, slice) else flat.index_select(0, g.slots) for flat in (k_flat, v_flat)
-        )
-        k = k.view(g.batch, g.kv_len, heads, size).transpose(1, 2)  # [B, Hkv, L, D]
-        v = v.view(g.batch, g.kv_len, heads, value_size).transpose(1, 2) if v.shape[1] else k[..., :value_size]
+        k = self._read(g, k_cache)
+        v = self._read(g, v_cache) if v_cache.shape[-1] else k[..., :value_size]
         q = q.view(g.batch, g.q_len, heads, group, size).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, Q, D]
         q = q.reshape(g.batch, heads, group * g.q_len, size)  # [B, Hkv, G*Q, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=g.mask)
+        if g.batch >= MATMUL_BATCH and q.device.type == "cpu":
+            scores = torch.matmul(q, k.transpose(-1, -2)).mul_(size**-0.5)  # [B, Hkv, G*Q, L]
+            scores = scores if g.mask is None else scores.add_(g.mask)
+            out = torch.matmul(scores.softmax(-1), v)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=g.mask)
         out = out.view(g.batch, heads, group, g.q_len, value_size).permute(0, 3, 1, 2, 4)  # [B, Q, Hkv, G, D]
         return out.reshape(g.batch * g.q_len, heads * group, value_size)
+
+    def _read(self, g: Group, cache: torch.Tensor) -> torch.Tensor:
+        """cache [slots, Hkv, D] -> [B, Hkv, L, D], each head's positions side by side."""
+        if isinstance(g.slots, slice):
+            return cache[g.slots].transpose(0, 1)[None]  # a view
+        return cache.flatten(0, 1).index_select(0, g.slots).view(g.batch, self.num_kv_heads, g.kv_len, -1)
 
     def _slots(self, slots: np.ndarray, kv_lens: np.ndarray) -> torch.Tensor | slice:
         batch, kv_len = slots.shape
@@ -128,7 +138,8 @@ class TorchAttention:
             return slice(int(slots[0, 0]), int(slots[0, -1]) + 1)
         # Padding reads the row's own first slot: masked, and never another request's (possibly non-finite) numbers.
         slots = np.where(np.arange(kv_len) < kv_lens[:, None], slots, slots[:, :1])
-        return self._to_device(slots.reshape(-1))
+        heads = np.arange(self.num_kv_heads)[:, None]
+        return self._to_device((slots[:, None] * self.num_kv_heads + heads).reshape(-1))  # [B, Hkv, L]
 
     def _mask(self, kv_lens: np.ndarray, q_len: int, kv_len: int, trees: dict[int, np.ndarray]) -> torch.Tensor | None:
         if q_len == 1 and (kv_lens == kv_len).all() and not trees:
