@@ -141,7 +141,7 @@ def test_a_process_that_is_lost_costs_only_the_drafts(tiny, draft, how, monkeypa
 
 
 def test_what_cannot_be_drafted_with_is_refused_and_leaves_no_process(tiny, tmp_path, monkeypatch):  # noqa: F811
-    folder, head, *_ = tiny
+    folder, *_ = tiny
     started = []
     real = remote.subprocess.Popen
     monkeypatch.setattr(remote.subprocess, "Popen", lambda *a, **k: started.append(real(*a, **k)) or started[-1])
@@ -151,8 +151,8 @@ def test_what_cannot_be_drafted_with_is_refused_and_leaves_no_process(tiny, tmp_
         SpeculativeConfig(draft_model="x", draft_process="yes")
     with pytest.raises(ConfigError, match="so taken for a model"):
         make(folder, remotely(folder, tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match="page_size 2048"):  # after the draft model is loaded
-        make(folder, remotely(folder, folder), page_size=2048)
+    with pytest.raises(ConfigError, match="larger than the whole pool"):  # after the draft model is loaded
+        make(folder, remotely(folder, folder), page_size=100_000, kv_cache_tokens=None)
     assert len(started) == 2 and all(process.poll() is not None for process in started)
 
 
@@ -212,7 +212,7 @@ def test_when_slots_are_short_those_who_wait_give_theirs():
     assert tokens == [[10]] and mirror.requests["a"].table_row is None
     pool.check_integrity(mirror.requests.values())
     tokens, *_ = mirror.answer([], [("a", 2, None, [1]), ("b", 2, None, [2])])  # no room for both
-    assert tokens == [[11, 11], []] and drafter.asked[-1][1] == ("b", [*range(20, 30), 2], 0)
+    assert tokens == [[], [11, 11]] and drafter.asked[-1][0] == ("a", [*range(10), 1], 0)  # b has slots
     pool.check_integrity(mirror.requests.values())
     tokens, *_ = mirror.answer([], [("b", 2, None, [3])])
     assert tokens == [[12, 12]]
