@@ -191,6 +191,7 @@ class SpeculativeConfig:
     draft_head: a safetensors file with an MTP module, or the folder or file of an EAGLE head.
     early_exit_layers: how many of the target's layers draft.
     draft_device: where a draft model of its own computes ("cpu", "cuda:1"); None: with the target.
+    draft_process: let it run in a process of its own, which is told the committed tokens and answers with drafts.
     draft_quantization: "int8", "int4" or "fp8" weights for the MTP module or the draft model, as for the target.
     verification: "rejection" keeps a draft with probability min(1, p/q); "match" samples the target at every position
     and keeps drafts while they equal the sample. Both are exact; rejection never accepts less.
@@ -221,6 +222,7 @@ class SpeculativeConfig:
     draft_head: str | None = None
     early_exit_layers: int | None = None
     draft_device: str | None = None
+    draft_process: bool = False
     draft_quantization: str | None = None
     verification: str = "rejection"
     ngram_max: int = 4
@@ -265,6 +267,9 @@ class SpeculativeConfig:
         own_model = any(name not in ("ngram", "mtp", "eagle", "early-exit", "auto") for name in names)
         if self.draft_device is not None and not own_model:
             raise ConfigError(f"draft_device {self.draft_device!r} is for a draft model of its own, not for {names}")
+        check_bool("draft_process", self.draft_process)
+        if self.draft_process and not own_model:
+            raise ConfigError(f"draft_process is for a draft model of its own, not for {names}")
         if self.draft_quantization is not None:
             check_choice("draft_quantization", self.draft_quantization, QUANTIZATIONS)
             if not own_model and not {"mtp", "eagle", "auto"} & set(names):

@@ -462,8 +462,7 @@ class Engine:
         metrics.preemptions, metrics.target_bytes = self.scheduler.preemptions, self.runner.weight_bytes
         if self.controller:
             metrics.alignment = self.controller.alignment
-            metrics.draft_forwards = sum(getattr(drafter, "forwards", 0) for drafter in self.drafters)
-            metrics.draft_bytes = sum(getattr(drafter, "bytes_read", 0) for drafter in self.drafters)
+            metrics.add_up_drafters(self.drafters)
         return metrics
 
     def _finish(self, request: Request, reason: str, event: TokenEvent | None = None) -> None:

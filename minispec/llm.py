@@ -13,6 +13,7 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -172,17 +173,17 @@ class LLM:
             if name not in known:
                 raise ConfigError(f"LLM has no option {name!r}; options are dtype, device, drafter, {', '.join(known)}")
         self.config = EngineConfig(**options)
-        self.device, self.group, size = choose_device(device), None, self.config.tensor_parallel_size
+        self.device, self.group, self._closing = choose_device(device), None, ExitStack()
         self.dtype, self.dtype_reason = choose_dtype(dtype, self.device)
-        if size > 1:
+        if (size := self.config.tensor_parallel_size) > 1:
             shared = options if drafter is None else options | {"speculative_config": None}
             self.group = Group(size, {"model": model, "dtype": dtype, "device": device, **shared})
+            self._closing.callback(self.group.close)
             self.device = self.group.device(self.device)
         try:
             self._build(model, drafter)
         except BaseException:
-            if self.group:
-                self.group.close()
+            self._closing.close()
             raise
 
     def _build(self, model: str, drafter: Drafter | None) -> None:
@@ -190,11 +191,12 @@ class LLM:
         loaded = load_model(model, **at, quantization=self.config.quantization, shard=self.group and self.group.shard)
         self.model, self.tokenizer, self.model_config = loaded.model, loaded.tokenizer, loaded.config
         context = self.config.context_length or loaded.config.context_length
-        if context > loaded.config.context_length:
-            limit = loaded.config.context_length
+        if context > (limit := loaded.config.context_length):
             raise ConfigError(f"context_length {context} is more than the {limit} tokens that this model can number")
         speculative = None if drafter else self.config.speculative_config
         prepared = prepare_drafters(speculative, loaded, **at)
+        for each in prepared:
+            self._closing.callback(each.close)
         num_slots = self.config.kv_cache_tokens or self._default_cache_tokens(context, prepared)
         num_slots = self.group.least(num_slots) if self.group else num_slots
         if self.config.page_size > num_slots:
@@ -229,9 +231,8 @@ class LLM:
         )
         release_helpers()  # of the threads that have loaded the weights
         self.attention = f"{runner.tenant.attention.name} ({runner.tenant.reason})"
-        log.info("attention: %s", self.attention)
         self.plan = self._memory_plan(prepared, pool.num_slots)
-        log.info("memory plan\n%s", self.plan)
+        log.info("attention: %s\nmemory plan\n%s", self.attention, self.plan)
         if self.config.enable_cuda_graphs and self.device.type == "cuda" and not self.group:
             if loaded.config.moe:
                 log.info("CUDA graphs: none, the host must know which experts were chosen")
@@ -243,10 +244,10 @@ class LLM:
         hidden, drafts = sum(each.hidden_bytes for each in prepared), sum(each.bytes_per_slot for each in prepared)
         speculative = self.config.speculative_config if self.device.type == "cuda" else None
         own = sum(stored_bytes(*each.weights) for each in prepared)
-        kv = self.model_config.kv_bytes_per_token(self.dtype)
+        weights = {"weights": stored_bytes(self.model), "draft weights": own}
         reserve = speculative.state_cache_reserve if speculative else 0.0
-        weights, cells = stored_bytes(self.model), {"K/V": kv, "hidden states": hidden, "draft K/V": drafts - hidden}
-        return MemoryPlan({"weights": weights, "draft weights": own}, cells, slots, reserve)
+        kv = {"K/V": self.model_config.kv_bytes_per_token(self.dtype)}
+        return MemoryPlan(weights, kv | {"hidden states": hidden, "draft K/V": drafts - hidden}, slots, reserve)
 
     def _record(self, runner: ModelRunner, drafters: Sequence[Drafter]) -> None:
         """Capture the steps that come again and again, and tell what that cost."""
@@ -480,8 +481,7 @@ class LLM:
         """Abort what is running and let the memory of model and pool go. Closing twice is no error."""
         if self._open:
             self.engine.close()
-            if self.group:
-                self.group.close()
+            self._closing.close()
         self._open = False
         self.model = self.engine.runner = self.engine.controller = None
 

@@ -28,6 +28,7 @@ Does not know: who counts. Taught in notebooks 09 (guess and verify) and 13 (eve
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -158,6 +159,16 @@ class RequestMetrics:
         return self.speculation.forwards_saved * target_bytes - self.draft_bytes
 
 
+# Field of EngineMetrics -> the attribute of a drafter that it adds up.
+DRAFTERS_COUNT = {
+    "draft_forwards": "forwards",
+    "draft_bytes": "bytes_read",
+    "remote_rounds": "rounds",
+    "remote_sent_bytes": "bytes_sent",
+    "remote_received_bytes": "bytes_received",
+}
+
+
 @dataclass
 class EngineMetrics:
     """Counters of the engine since it started. Seconds are sums over steps."""
@@ -179,6 +190,9 @@ class EngineMetrics:
     draft_forwards: int = 0
     target_bytes: int = 0  # of weights, read by each forward
     draft_bytes: int = 0  # of weights, read by draft models
+    remote_rounds: int = 0  # of drafting in another process
+    remote_sent_bytes: int = 0  # to it, and
+    remote_received_bytes: int = 0  # from it, in all rounds
     plain_seconds: float = 0.0  # that plain steps of the same engine would have taken for the tokens of drafted steps
     drafted_seconds: float = 0.0  # that these steps did take
 
@@ -227,6 +241,16 @@ class EngineMetrics:
     @property
     def rollbacks_per_second(self) -> float:
         return self.speculation.rollbacks / self.wall_seconds if self.wall_seconds else 0.0
+
+    @property
+    def remote_round_bytes(self) -> tuple[float, float]:
+        """Mean bytes that a round sends to the process that drafts, and gets from it."""
+        return tuple(n / max(1, self.remote_rounds) for n in (self.remote_sent_bytes, self.remote_received_bytes))
+
+    def add_up_drafters(self, drafters: Iterable[object]) -> None:
+        """Take over what drafters count themselves, those that do."""
+        for name, counter in DRAFTERS_COUNT.items():
+            setattr(self, name, sum(getattr(drafter, counter, 0) for drafter in drafters))
 
     @property
     def weight_bytes_read(self) -> int:

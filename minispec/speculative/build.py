@@ -30,6 +30,7 @@ from minispec.runner import ModelRunner
 from minispec.speculative.drafter import Drafter
 from minispec.speculative.model import EagleDrafter, EarlyExitDrafter, MTPDrafter, StandaloneDrafter
 from minispec.speculative.ngram import NgramDrafter
+from minispec.speculative.remote import DraftProcess
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Prepared:
     """A drafter whose weights are loaded; `build` makes it once there are slots.
 
     bytes_per_slot: that it takes of the target's device, hidden_bytes of them for hidden states. attentions: of its own
-    there. reads_hidden: see `ModelRunner`. weights: modules of its own there.
+    there. reads_hidden: see `ModelRunner`. weights: modules of its own there. close: call it at the end, in any case.
     """
 
     build: Callable[[ModelRunner, KVPool], Drafter]
@@ -51,6 +52,7 @@ class Prepared:
     reads_hidden: bool = False
     hidden_bytes: int = 0
     weights: Sequence[nn.Module] = ()
+    close: Callable[[], None] = lambda: None
 
 
 def prepare_drafters(
@@ -71,7 +73,7 @@ def prepare_drafters(
             prepared.append(Prepared(lambda runner, pool, copy=copy: copy))
             continue
         try:
-            prepared.append(_model_drafter(name, config, loaded, dtype, device))
+            prepared.append(model_drafter(name, config, loaded, dtype, device))
         except NoMTPModule as error:
             if config.draft_model != "auto":
                 raise
@@ -79,9 +81,10 @@ def prepare_drafters(
     return prepared
 
 
-def _model_drafter(
+def model_drafter(
     name: str, config: SpeculativeConfig, loaded: LoadedModel, dtype: torch.dtype, device: torch.device
 ) -> Prepared:
+    """The drafter `name`, which is none of n-grams. Of `loaded`, a draft model of its own needs the tokenizer alone."""
     choice = {
         "sampled": config.draft_sampling == "probabilistic",
         "least_confidence": config.draft_confidence_threshold,
@@ -102,6 +105,9 @@ def _model_drafter(
         if layers > most:
             raise ConfigError(f"early_exit_layers must be from 1 to {most} for this model, got {layers}")
         return Prepared(partial(EarlyExitDrafter, layers, **choice))
+    if config.draft_process:
+        process = DraftProcess(name, config, loaded.tokenizer, dtype, device)
+        return Prepared(process.build, process.bytes_per_slot, process.attentions, close=process.close)
     here = _draft_device(config.draft_device) if config.draft_device else device
     if here.type != device.type:  # what is quick there may be slow here
         dtype, _ = choose_dtype("auto", here)

@@ -40,7 +40,7 @@ from minispec.training.features import causal_attend, positions_of
 SHIPPED = ASSETS / MINIATURE
 CONFIG = json.loads((SHIPPED / "config.json").read_text("utf-8"))
 # batch_size windows of LENGTH tokens per step; lr is Muon's and falls to 0, AdamW's is a fifth of it.
-RECIPE = {"steps": 600, "batch_size": 12, "lr": 0.02, "mtp_weight": 0.3, "seed": 0}
+RECIPE = {"steps": 1000, "batch_size": 8, "lr": 0.02, "mtp_weight": 0.3, "seed": 0}
 LENGTH, WARMUP, BALANCE_SPEED, HELD_OUT, SAVE_EVERY = 256, 40, 0.002, 64, 50
 
 
