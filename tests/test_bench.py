@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import math
+import random
 
 import pytest
 from tiny_checkpoints import write_tiny_checkpoint
 
-from minispec import LLM, bench
+from minispec import LLM, SamplingParams, bench
 from minispec.bench import host, offline, steering
 from minispec.bench import serve as bench_serve
 from minispec.cli import main
-from minispec.config import ConfigError
+from minispec.config import ConfigError, EngineConfig
+from minispec.engine import Engine
+from minispec.kv.pool import KVPool
 from minispec.lang.backends import BackendError
 from minispec.serving.launch import BackgroundServer
 
@@ -103,6 +107,32 @@ def test_the_host_is_measured_with_the_real_engine(monkeypatch, capsys):
     assert all(value > 0 for row in rows for value in row.values())
     assert steps == [1] * len(steps[: steps.index(2)]) + [2] * len(steps[steps.index(2) :])
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_thousands_of_requests_leave_nothing_behind(overlap):
+    """Objects that Python still knows when all requests have ended, some aborted, through slots that are reused."""
+    config = EngineConfig(max_num_seqs=16, enable_overlap=overlap)
+    pool = KVPool(4096, config.page_size, num_rows=16, max_len=512)
+    engine, chance = Engine(config, host.FreeModel(), pool, context_length=512), random.Random(0)
+
+    def serve(count: int) -> int:
+        for _ in range(count):
+            prompt = [chance.randrange(900) for _ in range(chance.randrange(4, 60))]
+            params = SamplingParams(temperature=0, max_tokens=chance.randrange(1, 12), ignore_eos=True)
+            [request] = engine.add(prompt, params)
+            if chance.random() < 0.05:
+                engine.abort(request.id)
+            while len(engine.requests) > 24:
+                engine.step()
+        while engine.has_work:
+            engine.step()
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = serve(1000)
+    assert serve(3000) < before + 300, "a tenth of an object per request would be a leak"
+    engine.close()
 
 
 def test_prompts_are_the_first_of_each_category_cut(tmp_path):
