@@ -24,7 +24,7 @@ demo: $(READY)
 
 test: lint
 	@echo "[test] package"
-	@$(BIN)/python -m pytest -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 ifeq ($(NOTEBOOKS),)
 	@echo "[test] no notebooks yet"
 else

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -163,8 +164,16 @@ def test_arrays_of_all_types_share_one_buffer() -> None:
     assert packed.nbytes == 16 + 0 + 16 + 48 + 16 + 48
 
 
-@pytest.mark.skipif(sys.platform != "linux" or torch.get_num_threads() < 2, reason="needs OpenMP helper threads")
-def test_a_thread_that_does_something_else_has_no_helpers_left():
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_thread_that_does_something_else_has_no_helpers_left(two_threads):
     """They would count against the processors, and the helpers of whoever computes would sleep between operations."""
 
     def threads() -> int:
