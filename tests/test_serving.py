@@ -1036,8 +1036,8 @@ def test_flags_become_engine_options() -> None:
     assert EngineConfig(**options) == EngineConfig(), "the defaults are the package's"
     given = (
         "--dtype half --device cuda:1 --context-length 100 --max-running-requests 4 --chunked-prefill-size 2048 "
-        "--page-size 8 --disable-radix-cache --max-total-tokens 4096 --tp 2 --disable-overlap-schedule --enable-metrics "
-        "--quantization int8"
+        "--page-size 8 --disable-radix-cache --max-total-tokens 4096 --tp 2 --disable-overlap-schedule "
+        "--enable-metrics --quantization int8"
     )
     assert engine_options(flags(*given.split())) == {
         "dtype": "float16", "device": "cuda:1", "context_length": 100, "max_num_seqs": 4, "chunked_prefill_size": 2048,
