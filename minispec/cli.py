@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character shows a mark, not a traceback
             stream.reconfigure(errors="replace")
-    args = _parser().parse_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
+    if unknown:
+        args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         args.run(args)
         sys.stdout.flush()
@@ -135,7 +137,9 @@ def _bench(args: argparse.Namespace) -> None:
         more = {"drafts": args.drafts, "quantization": args.quantization, "gguf": args.gguf}
         found = bench(args.model, questions, candidate_length=k, **more, **options)
     if args.json:
-        settings = {name: value for name, value in vars(args).items() if name not in ("run", "json", "figure")}
+        settings = {
+            name: value for name, value in vars(args).items() if name not in ("run", "refuse", "json", "figure")
+        }
         reports.write_json(args.json, settings, rows if found is None else reports.as_json(found))
     if args.figure and found:
         reports.draw(args.figure, found)
@@ -165,7 +169,10 @@ def _load(args: argparse.Namespace, **options: Any) -> LLM:
         print(f"loading {args.model} ...", file=sys.stderr)
     from minispec.llm import LLM
 
-    speculative = {"draft_model": args.draft, "candidate_length": args.candidate_length} if args.draft else None
+    speculative = None
+    if args.draft:
+        names = [args.draft.removesuffix("+ngram"), "ngram"] if args.draft.endswith("+ngram") else args.draft
+        speculative = {"draft_model": names, "candidate_length": args.candidate_length}
     for name in ("page_size", "kv_cache_tokens", "context_length"):
         options[name] = getattr(args, name)
     return LLM(args.model, dtype=args.dtype, device=args.device, speculative_config=speculative, **options)
@@ -277,6 +284,13 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 # Options -------------------------------------------------------------------------------------------------------
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Help with defaults, except those of switches: what they store is no default that anybody could give."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.nargs == 0 else super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="minispec", allow_abbrev=False, description="A readable LLM server. Notebook 00 is the map."
@@ -289,10 +303,10 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=help,
             description=help,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=_Help,
             allow_abbrev=False,
         )
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, refuse=sub.error)
         return sub
 
     demo = command("demo", _demo, "three prompts, plain and speculating: coloured text, a table, a figure")
@@ -324,7 +338,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--draft", metavar="NAME", help="mtp, ngram, or a model; None: mtp where the config promises it")
     add("--acceptance", type=float, default=0.7, metavar="A", help="how often a draft is kept")
     add("--candidate-length", type=int, default=4, metavar="K", help="draft tokens per step")
-    add("--bandwidth", type=float, default=4800, metavar="GB/s", help="memory bandwidth of a device (default: an H200)")
+    add("--bandwidth", type=float, default=4800, metavar="GB/s", help="memory bandwidth of a device, such as an H200")
     add("--memory", type=float, default=141, metavar="GB", help="memory of a device")
     add("--dtype", default="bfloat16", help="bfloat16, float16 or float32; float8 files are computed in it as well")
     add = command(
@@ -361,7 +375,7 @@ def _model_options(parser: argparse.ArgumentParser, draft: str | None = None) ->
     add("--model", default="smollm2-135m", help="smollm2-135m, a folder, a .gguf file, or org/name")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (CUDA only)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--draft", default=draft, metavar="NAME", help="ngram, mtp, early-exit, or a model")
+    add("--draft", default=draft, metavar="NAME", help="ngram, mtp, mtp+ngram, auto, early-exit, or a model")
     add("--candidate-length", type=int, default=4, metavar="K", help="draft tokens per step")
     add("--page-size", type=int, default=16, metavar="N", help="K/V slots handed out at a time")
     add("--kv-cache-tokens", type=int, metavar="N", help="K/V slots in all; None: by device and model")

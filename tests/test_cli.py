@@ -68,6 +68,8 @@ assert not {{"torch", "transformers", "matplotlib"}} & set(sys.modules)
         assert f"usage: minispec {name}" in done.stdout
     for option in ("--max-tokens", "--temperature", "--top-p", "--draft", "--candidate-length", "--figure", "--chat"):
         assert option in done.stdout
+    assert "(default: 0.0)" in done.stdout
+    assert "(default: True)" not in done.stdout and "(default: False)" not in done.stdout  # a switch takes no value
 
 
 def test_the_module_runs_as_a_program() -> None:
@@ -99,6 +101,29 @@ def test_a_bad_value_is_one_sentence_and_exit_2(
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("minispec: ") and named in err
+
+
+def test_an_unknown_flag_is_told_with_the_flags_of_its_command(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["generate", "hello", "--max-token", "4"])
+    out, err = capsys.readouterr()
+    assert refused.value.code == 2 and out == "" and "--max-tokens N" in err
+    assert err.endswith("minispec generate: error: unrecognized arguments: --max-token 4\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("mtp", "mtp"), ("mtp+ngram", ["mtp", "ngram"]), ("a+b/model+ngram", ["a+b/model", "ngram"]), ("a+b", "a+b")],
+)
+def test_draft_names_one_drafter_or_one_with_ngrams(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, given: str, expected: object
+) -> None:
+    def refuse(*_: object, speculative_config: dict, **__: object) -> None:
+        raise ConfigError(repr(speculative_config))
+
+    monkeypatch.setattr("minispec.llm.LLM", refuse)
+    assert main(["generate", "hello", "--draft", given, "--candidate-length", "2"]) == 2
+    assert repr({"draft_model": expected, "candidate_length": 2}) in capsys.readouterr().err
 
 
 def test_an_empty_prompt_is_refused(

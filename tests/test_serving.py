@@ -1036,13 +1036,14 @@ def test_flags_become_engine_options() -> None:
     assert EngineConfig(**options) == EngineConfig(), "the defaults are the package's"
     given = (
         "--dtype half --device cuda:1 --context-length 100 --max-running-requests 4 --chunked-prefill-size 2048 "
-        "--page-size 8 --disable-radix-cache --max-total-tokens 4096 --tp 2 --disable-overlap-schedule --enable-metrics"
+        "--page-size 8 --disable-radix-cache --max-total-tokens 4096 --tp 2 --disable-overlap-schedule "
+        "--enable-metrics --quantization int8"
     )
     assert engine_options(flags(*given.split())) == {
         "dtype": "float16", "device": "cuda:1", "context_length": 100, "max_num_seqs": 4, "chunked_prefill_size": 2048,
         "max_num_batched_tokens": 2048, "page_size": 8, "enable_radix_cache": False, "kv_cache_tokens": 4096,
         "enable_overlap": False, "mem_fraction_static": None, "tensor_parallel_size": 2, "speculative_config": None,
-            "attention_backend": "auto", "enable_cuda_graphs": True,
+        "attention_backend": "auto", "enable_cuda_graphs": True, "quantization": "int8",
     }  # fmt: skip
 
 

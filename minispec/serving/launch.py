@@ -37,7 +37,6 @@ START_SECONDS = 60.0
 REFUSED = {
     "--trust-remote-code": "only minispec's own model code runs, never a checkpoint's",
     "--chat-template": "the chat template is the one in the model's folder",
-    "--quantization": "weights are computed in --dtype",
     "--kv-cache-dtype": "K/V are kept in --dtype",
     "--dp-size": "there is no data parallelism, only --tp-size",
     "--lora-paths": "there is no code for adapters",
@@ -64,6 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", help="the name that clients ask for; None: the model path")
     add("--dtype", default="auto", help="auto, float32 (float), bfloat16, or float16 (half, CUDA only)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--quantization", metavar="NAME", help="weights in few bits: int8 or int4 (CPU), int8 or fp8 (CUDA)")
     add("--tp-size", "--tp", "--tensor-parallel-size", dest="tensor_parallel_size", type=int, default=1, metavar="N",
         help="processes, with a device each, that share the model")  # fmt: skip
     add("--attention-backend", default="auto", metavar="NAME", help="auto, flashinfer (CUDA), or torch_native")
