@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minispec import __version__
@@ -138,7 +139,9 @@ def _bench(args: argparse.Namespace) -> None:
         found = bench(args.model, questions, candidate_length=k, **more, **options)
     if args.json:
         settings = {
-            name: value for name, value in vars(args).items() if name not in ("run", "refuse", "json", "figure")
+            name: Path(value).name if name in ("prompts", "gguf") and value else value
+            for name, value in vars(args).items()
+            if name not in ("run", "refuse", "json", "figure")
         }
         reports.write_json(args.json, settings, rows if found is None else reports.as_json(found))
     if args.figure and found:

@@ -518,6 +518,16 @@ def test_a_bad_request_is_refused_in_words(server: Running, path: str, body: Any
     assert_error(server.post(path, body), status, fragment)
 
 
+def test_a_broken_body_and_an_unknown_field_are_told_by_name(server: Running) -> None:
+    header = {"Content-Type": "application/json"}
+    broken = server.http.post("/v1/completions", content=b'{"prompt": "x"', headers=header)
+    unknown = server.http.post("/v1/completions", json={"prompt": "x", "temperatur": 0})
+    assert broken.status_code == unknown.status_code == 400
+    assert broken.json()["error"]["param"] == "body"
+    assert broken.json()["error"]["message"].startswith("body: not JSON at character 14: ")
+    assert unknown.json()["error"]["message"] == "temperatur: there is no such field"
+
+
 @pytest.mark.parametrize(
     "content",
     [b"{", b"", b"null", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",

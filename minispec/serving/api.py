@@ -339,6 +339,10 @@ async def _refuse(http: HTTPRequest, error: Exception) -> Response:
         param = ".".join(str(part) for part in first["loc"][1:]) or "body"
         if "json" not in http.headers.get("content-type", ""):
             first = {"msg": "it must be JSON, sent with the header Content-Type: application/json"}
+        elif first["type"] == "json_invalid":
+            param, first = "body", {"msg": f"not JSON at character {param}: {first['ctx']['error']}"}
+        elif first["type"] == "extra_forbidden":
+            first = {"msg": "there is no such field"}
         return JSONResponse(_error(400, f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param), 400)
     if isinstance(error, HTTPException):
         return JSONResponse(_error(error.status_code, error.detail), error.status_code, headers=error.headers)

@@ -100,9 +100,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The flags as keyword arguments of LLM. Raises ConfigError for what cannot be carried out, with the reason."""
     options = {field.name: getattr(args, field.name) for field in fields(EngineConfig) if field.name in args}
-    options["max_num_batched_tokens"] = max(
-        EngineConfig.max_num_batched_tokens, args.max_num_seqs, args.chunked_prefill_size or 0
-    )
+    least = max(args.max_num_seqs, args.chunked_prefill_size or 0)
+    options["max_num_batched_tokens"] = max(EngineConfig.max_num_batched_tokens, least)
     options["attention_backend"] = args.attention_backend.replace("torch_native", "torch")
     options["speculative_config"] = speculative_options(args)
     return options | {"dtype": DTYPES.get(args.dtype, args.dtype), "device": args.device}
@@ -115,8 +114,7 @@ def speculative_options(args: argparse.Namespace) -> dict[str, Any] | None:
     EAGLE with the folder of one; with an ordinary language model EAGLE is STANDALONE. A topk above 1 makes trees.
     """
     name, draft = args.speculative_algorithm, args.speculative_draft_model_path
-    steps, verified = args.speculative_num_steps, args.speculative_num_draft_tokens
-    topk = args.speculative_eagle_topk
+    steps, verified, topk = args.speculative_num_steps, args.speculative_num_draft_tokens, args.speculative_eagle_topk
     if args.speculative_config is not None:
         if not (name is draft is steps is verified is None and topk == 1):
             raise ConfigError("--speculative-config holds all settings: leave the other --speculative flags out")

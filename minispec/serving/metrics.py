@@ -57,17 +57,17 @@ DERIVED = [name for name, value in vars(EngineMetrics).items() if isinstance(val
 
 def snapshot(llm: LLM) -> dict[str, Any]:
     """The engine's counters and what it holds now; call it on the engine's thread. slots: by owner, as in `Ledger`."""
-    engine, pool, config = llm.engine, llm.engine.pool, llm.config.speculative_config
-    counts = llm.metrics()
-    free, cached, locked = pool.num_free_pages * pool.page_size, pool.tree.num_evictable, pool.tree.num_locked
-    used = pool.num_slots - free - cached
+    engine, pool, config, counts = llm.engine, llm.engine.pool, llm.config.speculative_config, llm.metrics()
+    slots = {"free": pool.num_free_pages * pool.page_size, "cached": pool.tree.num_evictable}
+    used = pool.num_slots - sum(slots.values())
+    slots |= {"locked": pool.tree.num_locked, "private": used - pool.tree.num_locked}
     return (
         asdict(counts)
         | {name: getattr(counts, name) for name in DERIVED}
         | {
             "running": len(engine.scheduler.running),
             "waiting": len(engine.scheduler.waiting),
-            "slots": {"free": free, "cached": cached, "locked": locked, "private": used - locked},
+            "slots": slots,
             "used_tokens": used,
             "cache_hit_rate": counts.cached_tokens / max(1, counts.prompt_tokens),
             "candidate_length": config.candidate_length if engine.controller and config else 0,
