@@ -525,7 +525,7 @@ def test_a_broken_body_and_an_unknown_field_are_told_by_name(server: Running) ->
     assert broken.status_code == unknown.status_code == 400
     assert broken.json()["error"]["param"] == "body"
     assert broken.json()["error"]["message"].startswith("body: not JSON at character 14: ")
-    assert unknown.json()["error"]["message"] == "temperatur: there is no such field"
+    assert unknown.json()["error"]["message"] == "temperatur: no such field"
 
 
 @pytest.mark.parametrize(

@@ -341,9 +341,8 @@ async def _refuse(http: HTTPRequest, error: Exception) -> Response:
             first = {"msg": "it must be JSON, sent with the header Content-Type: application/json"}
         elif first["type"] == "json_invalid":
             param, first = "body", {"msg": f"not JSON at character {param}: {first['ctx']['error']}"}
-        elif first["type"] == "extra_forbidden":
-            first = {"msg": "there is no such field"}
-        return JSONResponse(_error(400, f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param), 400)
+        why = first["msg"].removeprefix("Value error, ").replace("Extra inputs are not permitted", "no such field")
+        return JSONResponse(_error(400, f"{param}: {why}", param=param), 400)
     if isinstance(error, HTTPException):
         return JSONResponse(_error(error.status_code, error.detail), error.status_code, headers=error.headers)
     if not isinstance(error, tuple(ERRORS)):

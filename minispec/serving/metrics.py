@@ -57,10 +57,9 @@ DERIVED = [name for name, value in vars(EngineMetrics).items() if isinstance(val
 
 def snapshot(llm: LLM) -> dict[str, Any]:
     """The engine's counters and what it holds now; call it on the engine's thread. slots: by owner, as in `Ledger`."""
-    engine, pool, config, counts = llm.engine, llm.engine.pool, llm.config.speculative_config, llm.metrics()
-    slots = {"free": pool.num_free_pages * pool.page_size, "cached": pool.tree.num_evictable}
-    used = pool.num_slots - sum(slots.values())
-    slots |= {"locked": pool.tree.num_locked, "private": used - pool.tree.num_locked}
+    engine, pool, tree, counts = llm.engine, llm.engine.pool, llm.engine.pool.tree, llm.metrics()
+    slots = {"free": pool.num_free_pages * pool.page_size, "cached": tree.num_evictable, "locked": tree.num_locked}
+    slots["private"] = pool.num_slots - sum(slots.values())
     return (
         asdict(counts)
         | {name: getattr(counts, name) for name in DERIVED}
@@ -68,9 +67,9 @@ def snapshot(llm: LLM) -> dict[str, Any]:
             "running": len(engine.scheduler.running),
             "waiting": len(engine.scheduler.waiting),
             "slots": slots,
-            "used_tokens": used,
+            "used_tokens": slots["locked"] + slots["private"],
             "cache_hit_rate": counts.cached_tokens / max(1, counts.prompt_tokens),
-            "candidate_length": config.candidate_length if engine.controller and config else 0,
+            "candidate_length": engine.controller.config.candidate_length if engine.controller else 0,
         }
     )
 
