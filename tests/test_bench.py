@@ -152,7 +152,7 @@ def test_prompts_are_the_first_of_each_category_cut(tmp_path):
 
 
 def test_the_command_prints_a_table_and_writes_files(tmp_path, capsys):
-    model, out, figure = str(write_tiny_checkpoint(tmp_path, "llama")), tmp_path / "out.json", tmp_path / "out.png"
+    model, out, figure = str(write_tiny_checkpoint(tmp_path, "llama")), tmp_path / "a/out.json", tmp_path / "b/out.png"
     command = ["bench", "--model", model, "--dtype", "float32", "--max-tokens", "3", "--rounds", "1"]
     assert main([*command, "--json", str(out), "--figure", str(figure)]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -130,6 +130,7 @@ def write_json(path: str, settings: Mapping[str, Any], rows: list[dict[str, Any]
     from minispec.doctor import machine_card
 
     found = {"machine": str(machine_card()).splitlines(), "settings": dict(settings), "results": rows}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 
@@ -147,4 +148,5 @@ def draw(path: str, results: Sequence[Result]) -> None:
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("tokens per second")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
