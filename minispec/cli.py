@@ -152,7 +152,7 @@ def _words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
-def _numbers(text: str) -> list[float]:
+def numbers(text: str) -> list[float]:
     return [float(number) for number in text.split(",")]
 
 
@@ -365,7 +365,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gguf", metavar="FILE", help="alone: a file for llama.cpp, to compare as well (llama-cpp-python)")
     add("--batch", type=int, default=32, metavar="N", help="batch: prompts at once")
     add("--rounds", type=int, default=3, metavar="N", help="how often everything is repeated")
-    add("--rates", type=_numbers, default="1,2,4", metavar="R,R", help="serve: requests per second")
+    add("--rates", type=numbers, default="1,2,4", metavar="R,R", help="serve: requests per second")
     add("--requests", type=int, default=32, metavar="N", help="serve: at each rate, in each round")
     add("--json", metavar="FILE", help="write the figures and the machine card there as well")
     add("--figure", metavar="FILE", help="alone, batch: draw the table there (.png, .svg)")
