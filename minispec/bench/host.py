@@ -27,7 +27,7 @@ from minispec.runner import pack, segments_of
 BATCHES = (1, 8, 64)
 STEPS = 200
 CACHED = (1_000, 10_000, 100_000)  # tokens in the tree
-SEQUENCE = 1000  # tokens of each sequence in it; they begin alike for half of their length in tens
+SEQUENCE = 1000  # tokens of each sequence in it; its first half is one of ten beginnings
 
 
 class FreeModel:
